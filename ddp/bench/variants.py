@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -72,12 +74,13 @@ class DDPVariant:
         elif self.wrapper == "naive":
             model = NaiveDistributedDataParallel(network)
         elif self.wrapper == "handwritten":
-            model = (HandwrittenDistributedDataParallel if self.copies else _without_copies())(
-                network,
-                gradient_as_bucket_view=self.views,
-                broadcast_buffers=False,
-                all_reduce=build_all_reduce(self.all_reduce),
-            )
+            with contextlib.nullcontext() if self.copies else _without_copies():
+                model = HandwrittenDistributedDataParallel(
+                    network,
+                    gradient_as_bucket_view=self.views,
+                    broadcast_buffers=False,
+                    all_reduce=build_all_reduce(self.all_reduce),
+                )
         if self.hook:
             register_hook(model, *HOOKS[self.hook]())
         return model
@@ -95,10 +98,9 @@ class DDPVariant:
         return training_step(wrapped, optimizer, images, labels)
 
 
-def _without_copies() -> type[Any]:
-    """The hand-written wrapper, whose buckets stay as they are."""
+def _without_copies() -> contextlib.AbstractContextManager[object]:
+    """A block in which a hand-written wrapper is built whose buckets stay as they are."""
     from ddp.by_hand.reducer import Reducer
-    from ddp.by_hand.wrapper import HandwrittenDistributedDataParallel
 
     class HooksAlone(Reducer):
         def _build_buckets(self, order: Iterable[int]) -> None:
@@ -107,10 +109,7 @@ def _without_copies() -> type[Any]:
                 for copies in ("copy_in", "fill", "finalize"):
                     setattr(bucket, copies, lambda *_: None)
 
-    class WithoutCopies(HandwrittenDistributedDataParallel):
-        reducer_type = HooksAlone
-
-    return WithoutCopies
+    return mock.patch("ddp.by_hand.wrapper.Reducer", HooksAlone)
 
 
 PLAIN, VIEWS, FLOOR = "torch DDP", "torch DDP, views", "no synchronization"

@@ -1,16 +1,15 @@
-"""DistributedDataParallel by hand, from the simplest form that is right to everything that torch's does.
+"""DistributedDataParallel by hand, from the simplest form that is right to buckets that overlap with backward.
 
 naive.py      after backward, one all-reduce per parameter
 wrapper.py    THE LESSON: buckets that are averaged while backward goes on. It stands on reducer.py (a backward pass),
-              buckets.py, replicas.py (equal weights), outputs.py (tensors in an output), running.py (passes within
-              passes) and errors.py (refusals), and imports comm_hook.py (compressed communication) when a hook is registered
-drop_in/      the lesson with all of torch's arguments and methods, and with Join (uneven inputs)
+              buckets.py, replicas.py (equal weights), outputs.py (tensors in an output) and errors.py (refusals)
+comm_hook.py  beside it: functions that average a bucket in another way, compressed for example
+join.py       beside it: ranks with different numbers of batches
 
-    from ddp.by_hand import DistributedDataParallel, HandwrittenDistributedDataParallel, NaiveDistributedDataParallel
+    from ddp.by_hand import HandwrittenDistributedDataParallel, NaiveDistributedDataParallel
 
 To use it elsewhere, copy this folder with base.py, sharded.py and backend.py of ddp/all_reduce/, common/errors.py, and
-__init__.py and agreement.py of common/distributed/. naive.py needs errors.py, running.py, differing.py, outputs.py and replicas.py.
-strategies.py belongs to ddp.train.
+__init__.py and agreement.py of common/distributed/. naive.py needs replicas.py and buckets.py. strategies.py belongs to ddp.train.
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ddp.by_hand.drop_in.wrapper import DistributedDataParallel
+    from ddp.by_hand.join import JoinableDistributedDataParallel
     from ddp.by_hand.naive import NaiveDistributedDataParallel
     from ddp.by_hand.strategies import wrap_by_hand
     from ddp.by_hand.wrapper import HandwrittenDistributedDataParallel
 
 __all__ = [
-    "DistributedDataParallel",
     "HandwrittenDistributedDataParallel",
+    "JoinableDistributedDataParallel",
     "NaiveDistributedDataParallel",
     "wrap_by_hand",
 ]
@@ -34,13 +33,17 @@ __all__ = [
 _MODULES = {
     "NaiveDistributedDataParallel": "naive",
     "HandwrittenDistributedDataParallel": "wrapper",
-    "DistributedDataParallel": "drop_in.wrapper",
+    "JoinableDistributedDataParallel": "join",
     "wrap_by_hand": "strategies",
 }
 
 
 def __getattr__(name: str) -> Any:
     """Import it when it is first used: a job with torch's DDP, which needs replicas.py, imports none of it."""
+    if name == "DistributedDataParallel":
+        raise AttributeError(
+            "ddp.by_hand has no drop-in for torch's DistributedDataParallel any more: use HandwrittenDistributedDataParallel"
+        )
     if name not in _MODULES:
         raise AttributeError(f"module {__name__} has no attribute {name}")
     return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)

@@ -6,13 +6,13 @@ model.register_comm_hook(None, torch.distributed.algorithms.ddp_comm_hooks.defau
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ddp.by_hand.buckets import Bucket, shaped
+from ddp.by_hand.buckets import Bucket
 from ddp.by_hand.reducer import Reducer
 
 Hook = Callable[[Any, "GradBucket"], "torch.futures.Future[Tensor]"]
@@ -37,21 +37,11 @@ class GradBucket:
         self.buffer: Callable[[], Tensor] = lambda: buffer
 
     def gradients(self) -> list[Tensor]:
-        return [part.view(view.shape) for part, view in self._parts()]
-
-    def _parts(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Each gradient's part of the buffer, with the bucket's view of it."""
-        return zip(self.buffer().split([view.numel() for view in self._views]), self._views, strict=True)
+        parts = self.buffer().split([view.numel() for view in self._views])
+        return [part.view(view.shape) for part, view in zip(parts, self._views, strict=True)]
 
 
-class StridedGradBucket(GradBucket):
-    """One whose ``gradients()`` have every number in its place, for a hook that updates the parameters with them."""
-
-    def gradients(self) -> list[Tensor]:
-        return [shaped(part, view) for part, view in self._parts()]
-
-
-def register(reducer: Reducer, state: Any, hook: Hook, bucket_type: type[GradBucket] = GradBucket) -> None:
+def register(reducer: Reducer, state: Any, hook: Hook) -> None:
     """Let ``hook(state, bucket)`` average each bucket, given as a :class:`GradBucket`, and return a future of the result.
 
     The future gives a tensor of as many elements as the bucket's. Before the first backward pass.
@@ -67,34 +57,22 @@ def register(reducer: Reducer, state: Any, hook: Hook, bucket_type: type[GradBuc
         raise RuntimeError(
             "there is a communication hook already: register_comm_hook can only be called once, before the first backward"
         )
-    reducer.hook = functools.partial(HookedAverage, hook, state, bucket_type)
+    reducer.hook = functools.partial(HookedAverage, hook, state)
 
 
 class HookedAverage:
-    """The pending result of a hook for a bucket.
+    """The pending result of a hook for a bucket."""
 
-    :raises TypeError: if the hook returned anything but a future
-    """
-
-    def __init__(
-        self, hook: Hook, state: Any, bucket_type: type[GradBucket], bucket: Bucket, index: int, is_last: bool
-    ) -> None:
-        self._name = f"the communication hook {getattr(hook, '__name__', repr(hook))}"
+    def __init__(self, hook: Hook, state: Any, bucket: Bucket, index: int, is_last: bool) -> None:
         self._buffer = bucket.buffer
-        self._future = hook(state, bucket_type(bucket, index, is_last))
+        self._future = hook(state, GradBucket(bucket, index, is_last))
         if not isinstance(self._future, torch._C.Future):
-            raise TypeError(f"{self._name} must return a future of a tensor, not {type(self._future).__name__}")
+            raise TypeError(f"a communication hook must return a future of a tensor, not {type(self._future).__name__}")
 
     def wait(self) -> None:
-        """Return when the bucket's buffer holds the result.
-
-        :raises TypeError: if the result is not a tensor of its size
-        """
+        """Return when the bucket's buffer holds the result."""
         result = self._future.wait()
-        if isinstance(result, list) and len(result) == 1:  # as in the future of a collective
+        if isinstance(result, list):  # as in the future of a collective
             (result,) = result
-        if not isinstance(result, Tensor) or result.numel() != self._buffer.numel():
-            given = f"{result.numel()} elements" if isinstance(result, Tensor) else type(result).__name__
-            raise TypeError(f"{self._name} must give a tensor of {self._buffer.numel()} elements, not {given}")
         if result.data_ptr() != self._buffer.data_ptr():
-            self._buffer.copy_(result.view(-1))
+            self._buffer.copy_(result.view(self._buffer.shape))  # of another number of elements: an error

@@ -23,16 +23,19 @@ TWO_WRAPPERS = (
     "two wrappers of the same parameters take part in one backward pass, and both would let .grad be a view into their "
     "buckets: wrap a module that holds both parts, or pass gradient_as_bucket_view=False to both"
 )
+STEPS_IN_BACKWARD = (
+    "_apply_optimizer_in_backward lets optimizers step before the gradients are averaged, so the ranks' weights would drift apart: "
+    "step after backward"
+)
 UNFROZEN = (
     "parameters that were frozen when they were wrapped now require gradients, which would not be averaged: wrap again"
 )
 
 
-def unused(names: Sequence[str], remaining: Sequence[int]) -> RuntimeError:
-    """:param remaining: for each parameter, how often its gradient still has to become ready"""
-    without = [name for name, missing in zip(names, remaining, strict=True) if missing > 0]
+def unused(without: Sequence[str], of: int) -> RuntimeError:
+    """:param without: the names of the parameters that have no gradient, of so many"""
     return RuntimeError(
-        f"backward gave no gradient to {len(without)} of {len(names)} parameters: {first_of(without)}. This rank's loss does not "
+        f"backward gave no gradient to {len(without)} of {of} parameters: {first_of(without)}. This rank's loss does not "
         "depend on them: pass find_unused_parameters=True and no static_graph, or freeze them before wrapping"
         ". (torch's words: Expected to have finished reduction in the prior iteration)"
     )

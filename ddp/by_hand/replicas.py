@@ -3,16 +3,33 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
-from typing import Any, cast
+from collections.abc import Container, Iterable, Mapping
+from typing import cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ddp.by_hand.buckets import DEFAULT_LIMITS, assign_buckets
+
+
+def make_equal(
+    module: nn.Module,
+    settings: Mapping[str, object] | None = None,
+    group: dist.ProcessGroup | None = None,
+    buffers: bool = True,
+) -> None:
+    """Give all ranks rank 0's parameters and, if ``buffers``, its buffers; see :func:`require_same_modules`.
+
+    :raises NotImplementedError: for a parameter or buffer that cannot be sent
+    """
+    _require_sendable(tensors := replicated(module, buffers=buffers))
+    require_same_modules(module, settings or {}, group, buffers)
+    broadcast(tensors.values(), 0, group)
+
 
 def require_same_modules(
-    module: nn.Module, settings: dict[str, Any], group: dist.ProcessGroup | None = None, buffers: bool = True
+    module: nn.Module, settings: Mapping[str, object], group: dist.ProcessGroup | None = None, buffers: bool = True
 ) -> None:
     """Compare the ranks' modules before tensors are sent: with differing shapes, collectives hang or mix up values.
 
@@ -20,7 +37,7 @@ def require_same_modules(
     :param settings: other values that must be the same on all ranks
     :param group: the default group when None
     :param buffers: whether buffers are compared too; False where each rank may have its own
-    :raises ReplicasDiffer: on every rank, naming the first parameter, buffer or setting that differs, and the ranks
+    :raises RanksDiffer: on every rank, naming the first parameter, buffer or setting that differs, and the ranks
     """
     mine = {name: _describe(tensor) for name, tensor in replicated(module, buffers=buffers).items()}
     mine |= {name: str(value) for name, value in settings.items()}
@@ -28,18 +45,22 @@ def require_same_modules(
     dist.all_gather_object(everyone, mine, group=group)
     if all(list(theirs.items()) == list(mine.items()) for theirs in everyone):
         return
-    from ddp.by_hand.differing import replicas_differ
+    # Imported here: with what compares how the ranks were started comes much that no reader of DDP looks for.
+    from common.distributed.agreement import RanksDiffer, differences
 
-    raise replicas_differ(everyone)
+    texts = differences(dict(enumerate(everyone)))
+    raise RanksDiffer(f"the ranks' modules differ: {texts[0] if texts else 'their parameters are in another order'}")
 
 
-def make_equal(module: nn.Module, settings: dict[str, Any], group: dist.ProcessGroup, buffers: bool) -> None:
-    """Give all ranks rank 0's parameters and, if ``buffers``, its buffers; see :func:`require_same_modules`."""
-    from ddp.by_hand.differing import require_sendable
+def require_hooked(module: nn.Module, hooked: Container[int]) -> None:
+    """Check that a wrapper's hooks are on all parameters whose gradients are averaged.
 
-    require_sendable(tensors := replicated(module, buffers=buffers))
-    require_same_modules(module, settings, group, buffers)
-    broadcast(tensors.values(), 0, group)
+    :param hooked: the ``id`` of each parameter with a hook
+    :raises RuntimeError: naming the first one without
+    """
+    for name, parameter in trained_parameters(module).items():
+        if id(parameter) not in hooked:
+            raise RuntimeError(f"{name} was replaced, unfrozen or copied after it was wrapped: wrap the module again")
 
 
 def replicated(module: nn.Module, parameters: bool = True, buffers: bool = True) -> dict[str, Tensor]:
@@ -56,11 +77,9 @@ def trained_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 @torch.inference_mode()  # where also tensors that were made in this mode may be changed
-def broadcast(tensors: Iterable[Tensor], source: int, group: dist.ProcessGroup) -> None:
+def broadcast(tensors: Iterable[Tensor], source: int, group: dist.ProcessGroup | None) -> None:
     """Overwrite the tensors with those of rank ``source`` of the group; many small ones travel in one message."""
-    from ddp.by_hand.buckets import DEFAULT_LIMITS, assign_buckets
-
-    # Of a dimension that is expanded, all elements are the same memory: the first is sent.
+    # All elements along an expanded dimension are the same memory: the first is sent.
     firsts = [t.detach()[tuple(slice(None if stride else 1) for stride in t.stride())] for t in tensors]
     for bucket in assign_buckets(firsts, DEFAULT_LIMITS[-1:]):
         flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
@@ -82,3 +101,14 @@ def broadcast_buffers(module: nn.Module, source: int, group: dist.ProcessGroup) 
 def _describe(tensor: Tensor) -> str:
     frozen = "" if tensor.requires_grad else ", without gradient"
     return f"{tensor.dtype} {list(tensor.shape)} with strides {list(tensor.stride())}{frozen}".removeprefix("torch.")
+
+
+def _require_sendable(tensors: Mapping[str, Tensor]) -> None:
+    """:raises NotImplementedError: naming the first one whose elements do not all lie in memory that can be sent"""
+    for name, tensor in tensors.items():
+        kind = tensor.dtype if tensor.is_quantized else tensor.layout
+        if kind is not torch.strided:
+            raise NotImplementedError(
+                f"{name} is {str(kind).removeprefix('torch.')} and cannot be sent to other ranks: turn it into a dense tensor, or name "
+                "it in module._ddp_params_and_buffers_to_ignore"
+            )

@@ -7,7 +7,8 @@
 
 The wrapper is what surrounds a backward pass; ddp/by_hand/reducer.py is what happens in it. Gradients are grouped in
 ddp/by_hand/buckets.py and summed in ddp/all_reduce/. See torch/nn/parallel/distributed.py and Li et al., "PyTorch Distributed:
-Experiences on Accelerating Data Parallel Training" (VLDB 2020, arXiv 2006.15704). For all of torch's arguments, see drop_in/.
+Experiences on Accelerating Data Parallel Training" (VLDB 2020, arXiv 2006.15704). For ranks with different numbers of batches, see
+join.py.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
 import torch.distributed as dist
@@ -47,10 +48,9 @@ class HandwrittenDistributedDataParallel(nn.Module):
     :param static_graph: every forward pass uses the same parameters the same number of times, whichever the first does
     :param all_reduce: sums the buckets; the group's own backend when None
     :raises RuntimeError: on every rank, if the modules differ; if nothing is to be trained
-    :raises ValueError: for a bucket size below 0, for another device than the module's
+    :raises ValueError: for another device than the module's
+    :raises NotImplementedError: for tensors that cannot be sent, for optimizers that step within backward
     """
-
-    reducer_type: type[Reducer] = Reducer
 
     def __init__(
         self,
@@ -65,9 +65,8 @@ class HandwrittenDistributedDataParallel(nn.Module):
         all_reduce: AllReduce | None = None,
     ) -> None:
         super().__init__()
-        self.module, self.process_group = module, process_group or dist.distributed_c10d._get_default_group()
-        self.broadcast_buffers, self.gradient_as_bucket_view = broadcast_buffers, gradient_as_bucket_view
-        self.find_unused_parameters, self.static_graph = find_unused_parameters, static_graph
+        self.module, self.broadcast_buffers = module, broadcast_buffers
+        self.process_group = cast("dist.ProcessGroup", process_group or dist.group.WORLD)
         self.require_backward_grad_sync = True  # what no_sync turns off
         self.require_forward_param_sync = True  # False after a forward pass that does not synchronize
         settings = {
@@ -77,50 +76,47 @@ class HandwrittenDistributedDataParallel(nn.Module):
             "static_graph": static_graph,
             "all_reduce": type(all_reduce).__name__,
         }
-        self.make_replicas_equal(settings)
+        replicas.make_equal(module, settings, self.process_group, broadcast_buffers)
         if not (trained := replicas.trained_parameters(module)):
             raise RuntimeError(
                 f"{type(module).__name__} has no parameter to train: DistributedDataParallel is not needed"
             )
+        if any(hasattr(parameter, "_in_backward_optimizers") for parameter in trained.values()):
+            raise NotImplementedError(errors.STEPS_IN_BACKWARD)
         self.device, self.device_ids = next(iter(trained.values())).device, list(device_ids or [])
         if self.device_ids and [getattr(i, "index", i) for i in self.device_ids] != [self.device.index]:
             raise ValueError(f"device_ids={device_ids} must name the module's GPU, but it is on {self.device}")
-        if bucket_cap_mb is not None and bucket_cap_mb < 0:
-            raise ValueError(f"bucket_cap_mb={bucket_cap_mb} must not be below 0")
-        self.bucket_limits = DEFAULT_LIMITS if bucket_cap_mb is None else [int(bucket_cap_mb * MIB)]
+        bucket_limits = DEFAULT_LIMITS if bucket_cap_mb is None else [int(bucket_cap_mb * MIB)]
         if all_reduce is None:
             from ddp.all_reduce.backend import Backend  # here, like all algorithms: each is loaded by those who use it
 
             all_reduce = Backend(self.process_group)
-        self.build_reducer(trained, all_reduce)
+        options = (bucket_limits, gradient_as_bucket_view, find_unused_parameters, static_graph)
+        self.reducer = Reducer(module, trained, self.process_group, all_reduce, *options)
+        self._frozen = [p for p in replicas.replicated(module, buffers=False).values() if not p.requires_grad]
+        self._register_hooks()
 
-    def make_replicas_equal(self, settings: dict[str, Any]) -> None:
-        """Check that all ranks have built the same, and send rank 0's weights to all."""
-        replicas.make_equal(self.module, settings, self.process_group, self.broadcast_buffers)
-
-    def build_reducer(self, trained: dict[str, nn.Parameter], all_reduce: AllReduce) -> None:
+    def _register_hooks(self) -> None:
         """Tell the reducer of every gradient that is ready."""
-        options = (self.bucket_limits, self.gradient_as_bucket_view, self.find_unused_parameters, self.static_graph)
-        reducer = self.reducer = self.reducer_type(self.module, trained, self.process_group, all_reduce, *options)
-        self._frozen = [p for p in replicas.replicated(self.module, buffers=False).values() if not p.requires_grad]
+        reducer = self.reducer  # the hooks hold it, and not this wrapper
         # The node that puts a gradient into .grad calls these hooks last, also after those that users register later.
-        self._hooks = [n.register_hook(functools.partial(reducer.ready, i)) for i, n in enumerate(reducer.nodes)]
-        self.begin_backward = lambda _: reducer.begin(torch._C._current_autograd_node())
-        for hook in self._hooks:  # which go when this wrapper and all outputs that hold ``begin_backward`` are gone
-            weakref.finalize(self.begin_backward, hook.remove)
+        hooks = [n.register_hook(functools.partial(reducer.ready, i)) for i, n in enumerate(reducer.nodes)]
+        self._begin_backward = lambda _: reducer.begin(torch._C._current_autograd_node())
+        for hook in hooks:  # which go when this wrapper and all outputs that hold ``_begin_backward`` are gone
+            weakref.finalize(self._begin_backward, hook.remove)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """``module``'s forward. It is decided here whether the backward pass from the output will synchronize."""
         synchronize = torch.is_grad_enabled() and self.require_backward_grad_sync
-        self.announce_forward(synchronize)
+        self.prepare_for_forward(synchronize)
         if self.device_ids:
             inputs, kwargs = tree_map_only(Tensor, lambda t: t.to(self.device, non_blocking=True), (inputs, kwargs))
-        output = self.run_module(*inputs, **kwargs)
+        output = self.module(*inputs, **kwargs)
         self._prepare_for_backward(output, synchronize)
         return output
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def announce_forward(self, synchronize: bool) -> None:
+    def prepare_for_forward(self, synchronize: bool) -> None:
         """Before a forward pass: send the buffers to all ranks, if an optimizer step lies between this pass and the last.
 
         :param synchronize: whether the backward pass will average the gradients
@@ -128,13 +124,9 @@ class HandwrittenDistributedDataParallel(nn.Module):
         if self.broadcast_buffers and self.require_forward_param_sync:
             self.synchronize_buffers()
 
-    def synchronize_buffers(self, source: int = 0) -> None:
-        """Send the buffers of rank ``source`` to all ranks."""
-        replicas.broadcast_buffers(self.module, source, self.process_group)
-
-    def run_module(self, *inputs: Any, **kwargs: Any) -> Any:
-        """``module``'s forward alone."""
-        return self.module(*inputs, **kwargs)
+    def synchronize_buffers(self) -> None:
+        """Send the buffers of rank 0 to all ranks."""
+        replicas.broadcast_buffers(self.module, 0, self.process_group)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -159,7 +151,7 @@ class HandwrittenDistributedDataParallel(nn.Module):
             # A view that is changed in place gets another grad_fn; its base keeps its own.
             for one in (tensor, tensor._base):
                 if one is not None and one.grad_fn is not None:
-                    one.register_hook(self.begin_backward)
+                    one.register_hook(self._begin_backward)
 
     def register_comm_hook(self, state: Any, hook: Hook) -> None:
         """Let ``hook(state, bucket)`` average the buckets, see :func:`ddp.by_hand.comm_hook.register`."""
@@ -168,7 +160,7 @@ class HandwrittenDistributedDataParallel(nn.Module):
         comm_hook.register(self.reducer, state, hook)
 
     def join(self, *_: Any, **__: Any) -> NoReturn:
-        """:raises NotImplementedError: here; the drop-in lets ranks have different numbers of batches"""
-        raise NotImplementedError("join is not offered here: use ddp.by_hand.DistributedDataParallel")
+        """:raises NotImplementedError: here"""
+        raise NotImplementedError("join is not offered here: use ddp.by_hand.JoinableDistributedDataParallel")
 
     join_hook: Any = join  # for torch's Join([model])

@@ -8,7 +8,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from ddp.by_hand import DistributedDataParallel  # equal to torch's, which sends from C++, where no recorder sees it
+from ddp.by_hand import HandwrittenDistributedDataParallel  # torch's sends from C++, where no recorder sees it
 
 
 class Photos(Dataset[tuple[torch.Tensor, int]]):
@@ -27,7 +27,7 @@ torch.manual_seed(0)
 photos = Photos()
 sampler = DistributedSampler[int](photos)
 loader = DataLoader(photos, batch_size=4, sampler=sampler)
-model = DistributedDataParallel(torch.nn.Linear(4, 2))
+model = HandwrittenDistributedDataParallel(torch.nn.Linear(4, 2))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 for epoch in range(2):
     sampler.set_epoch(0 if "--broken" in sys.argv else epoch)

@@ -7,11 +7,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from ddp.by_hand import DistributedDataParallel  # equal to torch's, which sends from C++, where no recorder sees it
+from ddp.by_hand import HandwrittenDistributedDataParallel  # torch's sends from C++, where no recorder sees it
 
 dist.init_process_group("gloo")
 torch.manual_seed(dist.get_rank())
-model = DistributedDataParallel(torch.nn.Linear(256, 256))
+model = HandwrittenDistributedDataParallel(torch.nn.Linear(256, 256))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 backward_only = "--broken" in sys.argv
 for _ in range(2):

@@ -12,7 +12,7 @@ import torch
 from tests.adversary.attempt import Attempt, made_by
 from tests.adversary.scenes import EVALUATE, RESUME
 from tests.ddp.checkpoint.samples import forge
-from tests.support.harm.disk import a_dangling_link, a_device, a_folder, a_pipe, empty, missing
+from tests.support.harm.disk import a_dangling_link, a_folder, empty, missing
 
 CHECKPOINT = "checkpoints/epoch-0001-step-00000003"
 IN_A_CHECKPOINT = ("manifest.json", "SHA256SUMS", "model.pt", "optimizer.pt", "ranks.pt")

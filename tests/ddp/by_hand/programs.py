@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from ddp.by_hand import DistributedDataParallel
+from ddp.by_hand import HandwrittenDistributedDataParallel, JoinableDistributedDataParallel
 from tests.ddp.by_hand.wrappers import (
     CHANGING,
     OPTIMIZERS,
@@ -235,9 +235,9 @@ class Run:
         return {**self.network.state_dict(), **dict(self.network.named_buffers())}
 
 
-# Left out is what torch's DDP gets wrong or refuses, each with a case in ddp/conformance/differences: two backward passes after two
-# forward passes, a thrown away forward pass before no_sync, steps after a join with another divisor, and two forward passes
-# that use different parameters before one backward pass.
+# Left out is what torch's DDP gets wrong or refuses: two backward passes after two forward passes, a thrown away forward pass
+# before no_sync, steps after a join with another divisor, and two forward passes that use different parameters before one
+# backward pass.
 ALWAYS = ("step", "evaluate", "clip", "keep_gradients")
 DYNAMIC = (*ALWAYS, "accumulate", "throw_away", "sum_of_two", "inputs_gradient", "fail_in_forward", "fail_in_backward")
 MODELS_OF_PROGRAMS = (
@@ -277,23 +277,19 @@ def programs(draw: st.DrawFn) -> Program:
     actions = draw(
         st.lists(st.tuples(st.sampled_from(allowed), st.integers(0, 11)), min_size=ACTIONS, max_size=ACTIONS)
     )
-    # (Once a rank has joined, torch gives zeros to parameters that no rank uses, which optimizers take for gradients.)
-    can_join = not nested and not static_graph and model not in UNUSED
-    batches = st.integers(0, 3)
     return Program(
         case,
         before=draw(hooks),
         after=draw(hooks),
         nested=nested,
         actions=tuple(actions),
-        uneven=draw(st.none() | st.tuples(batches, batches)) if can_join else None,
-        divide_by_initial_world_size=draw(st.booleans()),
     )
 
 
 def compare(program: Program, tolerance: float = 0) -> str | None:
     """Run a program with torch's DDP and with ours; returns where the results first differ by more than the tolerance."""
     theirs = kept(Run(TorchDDP, program).run())
-    ours = kept(Run(DistributedDataParallel, program).run())
+    engine = HandwrittenDistributedDataParallel if program.uneven is None else JoinableDistributedDataParallel
+    ours = kept(Run(engine, program).run())
     found = first_difference(ours, theirs, tolerance)
     return found and f"{program}: {found}"

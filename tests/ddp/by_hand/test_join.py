@@ -1,13 +1,17 @@
-"""ddp/by_hand/drop_in/join.py: ranks that run out of inputs at different times train on as with torch's ``DDP.join``."""
+"""ddp/by_hand/join.py: ranks that run out of inputs at different times train on as with torch's ``DDP.join``."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 import torch.distributed as dist
+from ddp.conformance.tools import EACH_ALONE, alone, average, backward, expect_same, gradients, layers
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from ddp.by_hand import JoinableDistributedDataParallel
+from ddp.conformance.recorder import Recorder
+from tests.ddp.by_hand.on_ranks import as_tests
 from tests.ddp.by_hand.programs import Program, compare
 from tests.ddp.by_hand.wrappers import Case
 from tests.support.ranks import run_in_group
@@ -52,3 +56,27 @@ def test_ranks_of_uneven_inputs_train_as_torch_does(world_size: int, data: st.Da
     """
     for failed in run_in_group(compared, world_size, data.draw(all_uneven(world_size))):
         assert failed == []
+
+
+def a_static_graph_overlaps_on_a_rank_that_had_no_batch_at_first() -> None:
+    network = layers(3, 64, 64, 2)
+    model = JoinableDistributedDataParallel(network, static_graph=True, bucket_cap_mb=EACH_ALONE)
+    with model.join():
+        for number in range(dist.get_rank() * 2):
+            backward(model, number)
+            model.zero_grad()
+    backward(model)
+    model.zero_grad()
+    expected = average(alone(network))
+    with Recorder() as record:
+        backward(model)
+    expect_same(gradients(network), expected)
+    products = [at for at, operator in enumerate(record.operators) if operator == "aten.mm"]
+    assert sum(message.at < products[-1] for message in record.gradients) >= 2
+
+
+failed, test_program = as_tests(
+    [
+        a_static_graph_overlaps_on_a_rank_that_had_no_batch_at_first,
+    ]
+)

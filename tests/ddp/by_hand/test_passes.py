@@ -1,24 +1,22 @@
-"""ddp/by_hand: backward passes that fail, are nested, or find other gradients than they left, with the lesson and with the drop-in."""
+"""ddp/by_hand/reducer.py: backward passes that fail, are nested, or find other gradients than they left; and what is left behind."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import functools
+import gc
 import io
 import itertools
 import shutil
 import time
 import warnings
+import weakref
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
-
-from ddp.by_hand import DistributedDataParallel, HandwrittenDistributedDataParallel
 from ddp.conformance.tools import (
     EACH_ALONE,
     alone,
@@ -33,9 +31,14 @@ from ddp.conformance.tools import (
     loss_of,
     one_pass,
 )
+from torch import Tensor, nn
+from torch.nn.utils import prune
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+
+from ddp.by_hand import HandwrittenDistributedDataParallel
 from tests.support.on_ranks import as_tests, failures
 
-ENGINES: tuple[Any, ...] = (HandwrittenDistributedDataParallel, DistributedDataParallel)
+Wrap: Any = HandwrittenDistributedDataParallel
 
 
 def fail_once(parameter: Tensor) -> None:
@@ -47,10 +50,10 @@ def fail_once(parameter: Tensor) -> None:
 
 
 def a_backward_pass_that_failed_may_be_repeated_without_a_forward_pass() -> None:
-    for engine, failing, static_graph in itertools.product(ENGINES, range(4), (False, True)):
+    for failing, static_graph in itertools.product(range(4), (False, True)):
         network = layers(3, 5, 2)
         expected = average(alone(network))
-        model = engine(network, bucket_cap_mb=EACH_ALONE, static_graph=static_graph)
+        model = Wrap(network, bucket_cap_mb=EACH_ALONE, static_graph=static_graph)
         backward(model)
         loss = loss_of(model(inputs()))
         fail_once(list(network.parameters())[failing])
@@ -98,22 +101,22 @@ def masked(network: nn.Module, number: int = 0) -> None:
 
 
 def an_output_that_is_a_view_may_be_changed_in_place() -> None:
-    for engine, options in itertools.product(ENGINES, ({}, {"find_unused_parameters": True}, {"static_graph": True})):
+    for options in ({}, {"find_unused_parameters": True}, {"static_graph": True}):
         steps = [functools.partial(masked, number=number) for number in range(3)]
-        expect_averages(engine, InPlace(), steps=steps, **options)
+        expect_averages(Wrap, InPlace(), steps=steps, **options)
 
 
 def checkpoints_in_a_hidden_output_are_not_taken_for_the_whole_pass() -> None:
-    for engine, options in itertools.product(ENGINES, ({}, {"find_unused_parameters": True}, {"static_graph": True})):
-        model = engine(HidesItsOutput(), **options)
+    for options in ({}, {"find_unused_parameters": True}, {"static_graph": True}):
+        model = Wrap(HidesItsOutput(), **options)
         error = error_of(lambda: model(inputs()).value.square().sum().backward())  # noqa: B023
         assert "the backward pass of a reentrant checkpoint came before" in str(error), error
 
 
 def parameters_that_were_converted_are_named_also_if_they_were_converted_back() -> None:
-    for engine, find_unused, part in itertools.product(ENGINES, (False, True), ("", "0")):
+    for find_unused, part in itertools.product((False, True), ("", "0")):
         network = layers(3, 5, 2)
-        model = engine(network, find_unused_parameters=find_unused)
+        model = Wrap(network, find_unused_parameters=find_unused)
         network.get_submodule(part).double().float()
         error = error_of(lambda: backward(model))  # noqa: B023
         number = 4 if part == "" else 2
@@ -121,24 +124,23 @@ def parameters_that_were_converted_are_named_also_if_they_were_converted_back() 
 
 
 def gradients_that_were_moved_are_averaged_where_they_are() -> None:
-    for engine in ENGINES:
-        network = layers(3, 5, 2)
-        model = engine(network, gradient_as_bucket_view=True)
-        for number in range(4):
-            expected = average(alone(network, functools.partial(backward, number=number)))
-            backward(model, number)
-            expect_same(gradients(network), expected)
-            for parameter in network.parameters():
-                assert parameter.grad is not None
-                parameter.grad.data = parameter.grad.data * 2  # as some recipes of pruning do
-            network.zero_grad()
+    network = layers(3, 5, 2)
+    model = Wrap(network, gradient_as_bucket_view=True)
+    for number in range(4):
+        expected = average(alone(network, functools.partial(backward, number=number)))
+        backward(model, number)
+        expect_same(gradients(network), expected)
+        for parameter in network.parameters():
+            assert parameter.grad is not None
+            parameter.grad.data = parameter.grad.data * 2  # as some recipes of pruning do
+        network.zero_grad()
 
 
 def two_wrappers_of_a_layer_are_not_mixed_up_in_one_pass() -> None:
-    for engine, first in itertools.product(ENGINES, range(2)):
+    for first in range(2):
         shared = layers(3, 3)
         models = [
-            engine(nn.Sequential(shared, head), gradient_as_bucket_view=True)
+            Wrap(nn.Sequential(shared, head), gradient_as_bucket_view=True)
             for head in (nn.Linear(3, 2), nn.Linear(3, 2))
         ]
         for model in models:  # one after the other they may take part
@@ -150,21 +152,20 @@ def two_wrappers_of_a_layer_are_not_mixed_up_in_one_pass() -> None:
 
 
 def gradients_that_are_zeroed_after_an_error_stay_zero() -> None:
-    for engine in ENGINES:
-        network = layers(3, 5, 2)
-        model = engine(network, bucket_cap_mb=EACH_ALONE, gradient_as_bucket_view=True)
-        backward(model)
-        network.zero_grad(set_to_none=False)
-        expected = average(alone(network))
-        loss = loss_of(model(inputs()))
-        fail_once(next(network.parameters()))
-        if dist.get_rank() == 1:
-            time.sleep(0.3)  # its sums reach rank 0 after that one has zeroed its gradients
-        with contextlib.suppress(ArithmeticError):
-            loss.backward()
-        network.zero_grad(set_to_none=False)
-        backward(model)
-        expect_same(gradients(network), expected)
+    network = layers(3, 5, 2)
+    model = Wrap(network, bucket_cap_mb=EACH_ALONE, gradient_as_bucket_view=True)
+    backward(model)
+    network.zero_grad(set_to_none=False)
+    expected = average(alone(network))
+    loss = loss_of(model(inputs()))
+    fail_once(next(network.parameters()))
+    if dist.get_rank() == 1:
+        time.sleep(0.3)  # its sums reach rank 0 after that one has zeroed its gradients
+    with contextlib.suppress(ArithmeticError):
+        loss.backward()
+    network.zero_grad(set_to_none=False)
+    backward(model)
+    expect_same(gradients(network), expected)
 
 
 def outputs_may_be_dataclasses_of_every_kind() -> None:
@@ -179,31 +180,27 @@ def outputs_may_be_dataclasses_of_every_kind() -> None:
             output.around = [output]
             return output
 
-    for engine in ENGINES:
-        expect_averages(
-            engine, Network(nn.Linear(3, 2)), steps=[lambda model: loss_of(model(inputs()).value).backward()]
-        )
+    expect_averages(Wrap, Network(nn.Linear(3, 2)), steps=[lambda model: loss_of(model(inputs()).value).backward()])
 
 
 def trained_tensors_need_not_be_parameters() -> None:
-    for engine in ENGINES:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch.jit is deprecated
-            file = io.BytesIO()
-            torch.jit.save(torch.jit.script(nn.Linear(3, 2)), file)
-            file.seek(0)
-            loaded = torch.jit.load(file)
-        model = engine(nn.Sequential(loaded, nn.Linear(2, 2)))
-        backward(model)
-        assert len(gradients(model)) == 4
-        expect_same(gradients(model), average(gradients(model)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch.jit is deprecated
+        file = io.BytesIO()
+        torch.jit.save(torch.jit.script(nn.Linear(3, 2)), file)
+        file.seek(0)
+        loaded = torch.jit.load(file)
+    model = Wrap(nn.Sequential(loaded, nn.Linear(2, 2)))
+    backward(model)
+    assert len(gradients(model)) == 4
+    expect_same(gradients(model), average(gradients(model)))
 
 
 def passes_are_averaged_or_not_as_their_forward_passes_were() -> None:
-    for engine, as_view in itertools.product(ENGINES, (True, False)):
+    for as_view in (True, False):
         network = layers(3, 5, 2)
         own, expected = alone(network, one_pass(1)), average(alone(network))
-        model = engine(network, gradient_as_bucket_view=as_view)
+        model = Wrap(network, gradient_as_bucket_view=as_view)
         with model.no_sync():
             local = loss_of(model(inputs(1)))
         backward(model)
@@ -236,9 +233,9 @@ def two_outputs_may_have_a_backward_pass_each() -> None:
         def forward(self, x: Tensor) -> Any:
             return [head(self.body(x)) for head in self.heads]
 
-    for engine, as_view in itertools.product(ENGINES, (True, False)):
+    for as_view in (True, False):
         options = {"find_unused_parameters": True, "gradient_as_bucket_view": as_view}
-        expect_averages(engine, Heads(), steps=[one_head_after_the_other] * 3, **options)
+        expect_averages(Wrap, Heads(), steps=[one_head_after_the_other] * 3, **options)
 
 
 def keeps_a_graph(model: nn.Module) -> None:
@@ -248,29 +245,58 @@ def keeps_a_graph(model: nn.Module) -> None:
 
 
 def gradients_may_have_a_graph() -> None:
-    for engine, as_view in itertools.product(ENGINES, (True, False)):
-        expect_averages(engine, layers(3, 5, 2), steps=[keeps_a_graph] * 2, gradient_as_bucket_view=as_view)
+    for as_view in (True, False):
+        expect_averages(Wrap, layers(3, 5, 2), steps=[keeps_a_graph] * 2, gradient_as_bucket_view=as_view)
 
 
 def a_wrapper_in_a_reentrant_checkpoint_averages_if_backward_is_to() -> None:
-    for engine in ENGINES:
-        network = layers(3, 5, 2)
-        own = alone(network)
-        model = engine(network, bucket_cap_mb=EACH_ALONE)
-        for around, expected in ((contextlib.nullcontext(), average(own)), (model.no_sync(), own)):
-            network.zero_grad()
-            with set_checkpoint_early_stop(False):
-                output = checkpoint(model, inputs().requires_grad_(), use_reentrant=True)
-                with around:  # the forward pass that is repeated here is the only one with gradients
-                    loss_of(output).backward()
-            expect_same(gradients(network), expected)
+    network = layers(3, 5, 2)
+    own = alone(network)
+    model = Wrap(network, bucket_cap_mb=EACH_ALONE)
+    for around, expected in ((contextlib.nullcontext(), average(own)), (model.no_sync(), own)):
+        network.zero_grad()
+        with set_checkpoint_early_stop(False):
+            output = checkpoint(model, inputs().requires_grad_(), use_reentrant=True)
+            with around:  # the forward pass that is repeated here is the only one with gradients
+                loss_of(output).backward()
+        expect_same(gradients(network), expected)
+
+
+def pruned_parameters_were_not_replaced() -> None:
+    network = layers(3, 5, 2)
+    model = Wrap(network, find_unused_parameters=True)
+    prune.l1_unstructured(network[0], "weight", 0.5)  # weight is now computed from weight_orig
+    backward(model)
+    network[2].register_parameter("bias", None)
+    network.zero_grad()
+    backward(model)
+    expect_same(gradients(network), average(gradients(network)))
+
+
+def a_module_that_keeps_its_output_does_not_keep_its_wrapper() -> None:
+    class KeepsItsOutput(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.output = self.layer(x)
+            return self.output  # type: ignore[no-any-return]
+
+    network = KeepsItsOutput()
+    model = Wrap(network)
+    model(inputs())
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
 
 
 def compiled(backend: str) -> None:
-    for engine, around in itertools.product(ENGINES, (False, True)):
+    for around in (False, True):
         network = layers(3, 5, 2)
         own, expected = alone(network), average(alone(network))
-        model: Any = engine(network if around else torch.compile(network, backend=backend), bucket_cap_mb=EACH_ALONE)
+        model: Any = Wrap(network if around else torch.compile(network, backend=backend), bucket_cap_mb=EACH_ALONE)
         model = torch.compile(model, backend=backend) if around else model
         for _ in range(3):
             network.zero_grad()
@@ -305,6 +331,8 @@ failed, test_program = as_tests(
         two_outputs_may_have_a_backward_pass_each,
         gradients_may_have_a_graph,
         a_wrapper_in_a_reentrant_checkpoint_averages_if_backward_is_to,
+        pruned_parameters_were_not_replaced,
+        a_module_that_keeps_its_output_does_not_keep_its_wrapper,
         modules_and_wrappers_may_be_compiled,
     ]
 )

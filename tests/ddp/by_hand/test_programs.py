@@ -1,4 +1,4 @@
-"""ddp/by_hand/drop_in: whatever a training script does between two steps, ours ends with the same bits as torch's."""
+"""ddp/by_hand: whatever a training script does between two steps, ours ends with the same bits as torch's."""
 
 from __future__ import annotations
 

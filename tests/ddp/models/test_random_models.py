@@ -47,6 +47,7 @@ REFUSALS = (
     r"\S+ was frozen or unfrozen after shard\(\)",
     r"\d+ parameters were (converted|replaced|converted or replaced) after .*: \w",
     r"\S+ was replaced or moved after shard\(\)",
+    r"\S+ was replaced, unfrozen or copied after it was wrapped: wrap the module again",
     r"backward gave no gradient to \d+ of \d+ parameters: ",
     r"load_state_dict\(\) does not reach the shards: load the weights before shard\(\)",
 )

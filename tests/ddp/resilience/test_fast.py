@@ -11,7 +11,7 @@ from unittest import mock
 from common.distributed.process_group import process_group
 from ddp.config import TrainConfig
 from ddp.resilience import settle
-from tests.support.launch import error_lines, run_forked, run_ranks
+from tests.support.launch import run_forked, run_ranks
 
 SHARED = {"strategy": "handwritten", "all_reduce": "shared-memory"}
 # The flags, the ranks that have instructions for bf16, the hosts; and what is chosen.

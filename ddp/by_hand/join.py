@@ -1,11 +1,12 @@
-"""Uneven inputs: a rank without further batches takes part in the others' collectives until all are finished (``Join``).
+"""Uneven inputs: a rank without further batches takes part in the others' collectives until all are finished.
 
+    model = JoinableDistributedDataParallel(network)
     with model.join():  # or torch.distributed.algorithms.join.Join([model, optimizer])
         for batch in batches:  # the ranks may have different numbers of batches
             ...
 
-A rank "joins" when it has finished its batches. Every forward pass of the others tells the joined ranks which collectives
-will follow. torch's own: torch/nn/parallel/distributed.py, ``_DDPJoinHook``.
+A rank "joins" when it has finished its batches. Before each forward pass, the others tell the joined ranks which collectives
+will follow. See ``_DDPJoinHook`` in torch/nn/parallel/distributed.py.
 """
 
 from __future__ import annotations
@@ -17,15 +18,17 @@ import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook, _JoinConfig
 
 from ddp.by_hand.reducer import Reducer
-from ddp.by_hand.replicas import broadcast, replicated
+from ddp.by_hand.replicas import broadcast, broadcast_buffers, replicated
 from ddp.by_hand.wrapper import HandwrittenDistributedDataParallel
 
 
-class JoinableDDP(HandwrittenDistributedDataParallel, Joinable):
-    """The lesson, for ranks that may have different numbers of inputs."""
+class JoinableDistributedDataParallel(HandwrittenDistributedDataParallel, Joinable):
+    """The lesson, for ranks that may have different numbers of batches."""
 
     has_joined = False  # whether this rank has no batch left
-    _join_config = _JoinConfig.construct_disabled_join_config()
+    _join_config = (
+        _JoinConfig.construct_disabled_join_config()
+    )  # HACK: torch's Join looks for this name, and replaces it
     _divide_by_active = False
 
     def join(  # type: ignore[override]
@@ -40,7 +43,7 @@ class JoinableDDP(HandwrittenDistributedDataParallel, Joinable):
         :param enable: whether the block does anything
         :param throw_on_early_termination: raise on all ranks when the first one has no batch left
         """
-        return _JoinBlock(
+        return Join(
             [self], enable, throw_on_early_termination, divide_by_initial_world_size=divide_by_initial_world_size
         )
 
@@ -61,22 +64,23 @@ class JoinableDDP(HandwrittenDistributedDataParallel, Joinable):
         return self.process_group
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def announce_forward(self, synchronize: bool) -> None:
+    def prepare_for_forward(self, synchronize: bool) -> None:
         """Before a forward pass: tell the joined ranks which collectives will follow."""
-        alive = Join.notify_join_context(self)
+        active_ranks = Join.notify_join_context(self)
         self.reducer.div_factor = self.process_group.size()
-        if alive is not None and self._divide_by_active:
-            (active,) = alive.get_future().wait()
-            self.reducer.div_factor = active.item()
-        super().announce_forward(synchronize)
+        if active_ranks is not None and self._divide_by_active:
+            (number,) = active_ranks.get_future().wait()
+            self.reducer.div_factor = number.item()
+        super().prepare_for_forward(synchronize)
         if self._join_config.enable:
             self.largest(synchronize)
 
-    def synchronize_buffers(self, source: int = 0) -> None:
+    def synchronize_buffers(self) -> None:
         """Send the buffers of rank 0 or, if it may have joined, of the last rank that has batches left."""
+        source = 0
         if self._join_config.enable and replicated(self.module, parameters=False):
             source = self.largest(-1 if self.has_joined else self.process_group.rank())
-        super().synchronize_buffers(source)
+        broadcast_buffers(self.module, source, self.process_group)
 
     def largest(self, value: int) -> int:
         """The largest value of all ranks. A collective."""
@@ -85,21 +89,10 @@ class JoinableDDP(HandwrittenDistributedDataParallel, Joinable):
         return int(largest)
 
 
-class _JoinBlock(Join):
-    """torch's, after which forward passes announce nothing any more, also if it ends with an error. (After torch's own they do.)"""
-
-    def __exit__(self, *error: Any) -> None:
-        try:
-            super().__exit__(*error)
-        finally:
-            for joinable in self._joinables:
-                joinable._join_config = _JoinConfig.construct_disabled_join_config()
-
-
 class _JoinedRank(JoinHook):
     """Takes part in the other ranks' collectives after this rank's last batch."""
 
-    def __init__(self, model: JoinableDDP) -> None:
+    def __init__(self, model: JoinableDistributedDataParallel) -> None:
         self._model = model
 
     def main_hook(self) -> None:
@@ -117,19 +110,19 @@ class _JoinedRank(JoinHook):
         model = self._model
         source = model.largest(model.process_group.rank() if is_last_joiner else -1)
         tensors = replicated(model.module, buffers=model.broadcast_buffers)
-        broadcast(list(tensors.values()), source, model.process_group)
+        broadcast(tensors.values(), source, model.process_group)
         # A rank may evaluate alone from here on, also after ``Join([model, optimizer])``.
         model._join_config = _JoinConfig.construct_disabled_join_config()
 
 
 def _contribute_zeros(reducer: Reducer) -> None:
     """Take part in the other ranks' backward pass without one of this rank, whose ``.grad`` stay what they are."""
+    # ``.grad`` may be views of this memory.
     gradients = {kind: memory.clone() for kind, memory in reducer.memory.items()}
-    reducer.sent = []
-    for bucket in reducer.buckets:
-        bucket.buffer.zero_()
-        reducer.start(bucket)
-    reducer.wait()
+    for memory in reducer.memory.values():
+        memory.zero_()
+    for pending in [reducer.start(index) for index in range(len(reducer.buckets))]:
+        pending.wait()
     for kind, memory in reducer.memory.items():
         memory.copy_(gradients[kind])
     reducer.agree_on_receivers([False] * len(reducer.parameters))
