@@ -51,7 +51,8 @@ def draw(person: int, image: int, seed: int = 0) -> Image.Image:
         oval(side * gap + gaze, -10, 0.5 * eye, 0.5 * eye, iris)
     oval(0, 10, nose, 2 * nose, shadow)
     oval(0, 40, mouth, gape, lips)
-    light = np.linspace(*varied.uniform(0.6, 1.2, 2), SIDE)
+    above, below = varied.uniform(0.6, 1.2, 2).tolist()
+    light = np.linspace(above, below, SIDE)
     noise = varied.normal(0, varied.uniform(2.7, 6.2), (SIDE, SIDE))
     pixels = np.asarray(picture) * light[:, None] + noise[..., None]
     return Image.fromarray(np.clip(pixels, 0, 255).astype(np.uint8))

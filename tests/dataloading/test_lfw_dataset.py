@@ -16,7 +16,6 @@ from PIL import Image
 from dataloading.lfw_dataset import main
 from tests.dataloading.faults import save_picture
 from tests.support.launch import run_forked
-from tests.support.user_errors import UserError
 
 PROGRAM = "dataloading.lfw_dataset"
 RunHere = Callable[..., list[str]]
@@ -93,18 +92,6 @@ def test_images_are_augmented_and_resized(run_here: RunHere, few: Path, tmp_path
         f"{folder}: 14 images of 2 people, the first 16x16",
         "a batch: images torch.float32 [15, 3, 16, 16], labels torch.int64 [15]",
     ]
-
-
-@pytest.mark.parametrize(
-    "flags, words",
-    [
-        (["-batches_to_check", "many"], "-batches_to_check: invalid int value: 'many'"),
-        (["-augmentation", "heavy"], "invalid choice: 'heavy'"),
-        (["-path_to_folder", "/no/such/folder"], "/no/such/folder is not there: give a folder of JPEGs"),
-    ],
-)
-def test_a_wrong_flag_is_one_line(user_error: UserError, flags: list[str], words: str) -> None:
-    assert words in user_error(main, *flags)
 
 
 @pytest.mark.parametrize("workers", [0, 1])
