@@ -126,7 +126,8 @@ def parameters_that_are_unfrozen_later_are_refused() -> None:
 
 def a_backward_pass_that_is_compiled_alone_is_refused() -> None:
     for engine in ENGINES:
-        loss = engine(layers(3, 2))(torch.ones(1, 3)).sum()
+        model = engine(layers(3, 2))
+        loss = model(torch.ones(1, 3)).sum()
         with compiled_autograd._enable(lambda graph: graph):
             error = str(error_of(loss.backward))
             assert "compiled autograd traces backward" in error, f"{engine}: {error}"
