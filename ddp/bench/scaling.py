@@ -173,7 +173,8 @@ def measure(config: Config) -> dict[str, list[float]]:
                 groups[one.name] = stack.enter_context(group)
 
             def turn(name: str) -> float:
-                return max(groups[name].call("run", config.steps))
+                slowest: float = max(groups[name].call("run", config.steps))
+                return slowest
 
             yield {name: functools.partial(turn, name) for name in names}
 

@@ -70,7 +70,7 @@ def measure(config: LadderConfig, others: Variants | None = None) -> dict[str, l
             return Turn(*map(statistics.fmean, zip(*groups[name].call("run", steps), strict=True)))
 
         turns: Any = {name: functools.partial(turn, name) for name in groups}
-        measured: Any = interleave(
+        measured: dict[str, list[Turn]] = interleave(
             turns, config.epochs * TURNS, after_round=lambda: progress.round_done(f"{len(groups)} variants")
         )
         return measured

@@ -8,7 +8,7 @@ import torch
 from common.errors import UsageError
 from dataparallel import devices
 from dataparallel.devices import check_devices, parse_devices
-from tests.support.timed_gpu import pretend_gpus
+from tests.support.fake_gpu import pretend_gpus
 
 CPU = torch.device("cpu")
 GPUS = [torch.device("cuda", number) for number in range(5)]

@@ -8,18 +8,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from ddp.conformance.tools import (
-    EACH_ALONE,
-    alone,
-    average,
-    backward,
-    error_of,
-    expect_same,
-    gradients,
-    layers,
-    of_all_ranks,
-    one_pass,
-)
 from torch import nn
 from torch.distributed.optim.apply_optimizer_in_backward import _apply_optimizer_in_backward
 from torch.utils.checkpoint import checkpoint
@@ -27,7 +15,9 @@ from torch.utils.checkpoint import checkpoint
 import ddp.by_hand
 from common.distributed.agreement import RanksDiffer
 from ddp.by_hand import HandwrittenDistributedDataParallel
-from ddp.conformance.networks import Branches
+from ddp.conformance.expectations import error_of, expect_same
+from ddp.conformance.networks import Branches, layers
+from ddp.conformance.steps import EACH_ALONE, alone, average, backward, gradients, of_all_ranks, one_pass
 from tests.support.on_ranks import as_tests
 
 Wrap = HandwrittenDistributedDataParallel

@@ -5,15 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from ddp.conformance.tools import EACH_ALONE, alone, average, backward, expect_same, gradients, layers
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from ddp.by_hand import JoinableDistributedDataParallel
+from ddp.conformance.expectations import expect_same
+from ddp.conformance.networks import layers
 from ddp.conformance.recorder import Recorder
-from tests.ddp.by_hand.on_ranks import as_tests
+from ddp.conformance.steps import EACH_ALONE, alone, average, backward, gradients
 from tests.ddp.by_hand.programs import Program, compare
 from tests.ddp.by_hand.wrappers import Case
+from tests.support.on_ranks import as_tests
 from tests.support.ranks import run_in_group
 
 

@@ -10,27 +10,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ddp.conformance.tools import (
-    alone,
-    average,
-    backward,
-    error_of,
-    expect_same,
-    gradients,
-    inputs,
-    layers,
-    loss_of,
-    of_all_ranks,
-    one_pass,
-)
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from ddp.by_hand import NaiveDistributedDataParallel
-from ddp.conformance.networks import Branches
-from tests.ddp.by_hand.on_ranks import as_tests
+from ddp.conformance.expectations import error_of, expect_same
+from ddp.conformance.networks import Branches, layers
+from ddp.conformance.steps import alone, average, backward, gradients, inputs, loss_of, of_all_ranks, one_pass
 from tests.ddp.by_hand.wrappers import Case, first_difference, recorded
+from tests.support.on_ranks import as_tests
 from tests.support.ranks import run_in_group
 
 MODELS = ("images", "channels last", "odd", "tied", "frozen", "sequences", "nested", "checkpoint")

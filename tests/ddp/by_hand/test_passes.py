@@ -17,25 +17,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ddp.conformance.tools import (
-    EACH_ALONE,
-    alone,
-    average,
-    backward,
-    error_of,
-    expect_averages,
-    expect_same,
-    gradients,
-    inputs,
-    layers,
-    loss_of,
-    one_pass,
-)
 from torch import Tensor, nn
 from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from ddp.by_hand import HandwrittenDistributedDataParallel
+from ddp.conformance.expectations import error_of, expect_averages, expect_same
+from ddp.conformance.networks import layers
+from ddp.conformance.steps import EACH_ALONE, alone, average, backward, gradients, inputs, loss_of, one_pass
 from tests.support.on_ranks import as_tests, failures
 
 Wrap: Any = HandwrittenDistributedDataParallel

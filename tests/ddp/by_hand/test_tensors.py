@@ -9,22 +9,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from ddp.conformance.tools import (
-    alone,
-    average,
-    backward,
-    error_of,
-    expect_same,
-    gradients,
-    inputs,
-    layers,
-    loss_of,
-    one_pass,
-)
 from torch import Tensor, nn
 from torch._dynamo import compiled_autograd
 
 from ddp.by_hand import HandwrittenDistributedDataParallel, NaiveDistributedDataParallel
+from ddp.conformance.expectations import error_of, expect_same
+from ddp.conformance.networks import layers
+from ddp.conformance.steps import alone, average, backward, gradients, inputs, loss_of, one_pass
 from tests.support.on_ranks import as_tests
 
 ENGINES: tuple[Callable[..., Any], ...] = (NaiveDistributedDataParallel, HandwrittenDistributedDataParallel)

@@ -151,8 +151,12 @@ def order_of_collectives(folder: Path) -> list[str]:
     def all_reduce(tensor: Tensor, *arguments: Any, **more: Any) -> Any:
         work = begin(tensor, *arguments, **more)
         events.append("the report begins")
-        wait = work.wait
-        return mock.Mock(wait=lambda: (events.append("it is waited for"), wait()))
+
+        def wait() -> None:
+            events.append("it is waited for")
+            work.wait()
+
+        return mock.Mock(wait=wait)
 
     with process_group(threads=1) as env:
         config = small(**SETTINGS, run_dir=folder)

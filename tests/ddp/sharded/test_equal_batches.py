@@ -50,7 +50,7 @@ def _evaluated(strategy: str, env: DistEnv, stopped: bool) -> Evaluation:
     job = build_job(config, env, load_data(config, env))
     supervisor = Supervisor(job)
     if stopped:
-        supervisor.stop.number = signal.SIGTERM
+        supervisor.guard.stop.number = signal.SIGTERM
     try:
         shard = supervisor.until_stopped(job.test_loader)
         return evaluate(job.network, job.data, env, config.precision, shard)
