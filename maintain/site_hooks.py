@@ -41,6 +41,7 @@ def prose(page: Path) -> str:
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """MkDocs calls this. INCLUDED holds also for names with a dot in front, which it else leaves out."""
     found = [ROOT / "README.md"]
+    content: str | bytes
     for path in found:  # it grows
         if path.with_suffix("").is_file():
             content = code(path.with_suffix(""))

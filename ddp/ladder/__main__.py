@@ -70,10 +70,10 @@ def measure(config: LadderConfig, others: Variants | None = None) -> dict[str, l
             return Turn(*map(statistics.fmean, zip(*groups[name].call("run", steps), strict=True)))
 
         turns: Any = {name: functools.partial(turn, name) for name in groups}
-        measured: dict[str, list[Turn]] = interleave(
+        measured: Any = interleave(
             turns, config.epochs * TURNS, after_round=lambda: progress.round_done(f"{len(groups)} variants")
         )
-        return measured
+        return dict(measured)
 
 
 def rates_of(turns: Mapping[str, list[Turn]]) -> dict[str, list[float]]:

@@ -61,7 +61,7 @@ def fail(_: Tensor) -> Tensor:
 
 
 def passes_are_averaged_after_an_error_and_when_they_are_repeated() -> None:
-    network = layers(3, 5, 2)
+    network: Any = layers(3, 5, 2)
     expected = average(alone(network))
     model = NaiveDistributedDataParallel(network)
     loss = loss_of(model(inputs()))

@@ -37,7 +37,8 @@ class DividesByTheCalls(AverageEach):
         super().finish()
         for layer, calls in self.calls.items():
             for parameter in layer.parameters(recurse=False):
-                parameter.grad /= calls  # type: ignore[operator]
+                assert parameter.grad is not None
+                parameter.grad.div_(calls)
         self.calls.clear()
 
 
