@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 from common.cli import command, option, parse
 from common.data import DECODERS
 from common.data.loaders import loader_errors
-from common.distributed.process_group import require_alone
+from common.distributed.dist_env import require_alone
 from common.files.run_directory import prepare_output, results_in
 from common.reporting.run_figures import plot_samples
 from dataloading.dataset.augmentation import AUGMENTATIONS, course_transform

@@ -31,14 +31,15 @@ from common.cli import command, option, parse
 from common.data import fashion_mnist
 from common.data.datasets import Batch, ImageData, Images, fetch_batches
 from common.data.on_device import kept_on_device
-from common.distributed.process_group import DistEnv, require_alone, stop_signals
+from common.device_errors import device_errors
+from common.distributed.dist_env import DistEnv, require_alone
 from common.distributed.rank_logging import Progress, add_log_file, rank_logging
 from common.errors import UsageError
 from common.files.atomic_files import write_bytes, write_json
 from common.files.run_directory import CONFIG_FILE, LOG_FOLDER, MODEL_FILE, prepare, require_lock, writing
 from common.machine import describe_machine, usable_cores
 from common.randomness import derive_seed, seed_torch, shuffled
-from common.resilience.device_errors import device_errors
+from common.signals.stop_request import stop_signals
 from common.stdout import print_results
 from common.training.evaluation import evaluate, evaluation_batch_size, predict, samples_shown
 from common.training.metrics import MetricsWriter

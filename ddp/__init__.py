@@ -2,4 +2,4 @@
 
 from common.signals import early_signals as _early_signals  # Not found: another "common" comes first, rename it
 
-_early_signals.handle_signals_of_a_command()
+_early_signals.handle_signals_of_a_command(requeued="ddp.train")

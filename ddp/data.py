@@ -11,7 +11,7 @@ from typing import Any
 
 from common.data.datasets import ImageData, Images, Loader, keep_batch
 from common.data.loaders import require_room_for_workers, stock_loader
-from common.distributed.process_group import DistEnv
+from common.distributed.dist_env import DistEnv
 from common.training.evaluation import evaluation_batch_size
 from common.training.recipes import load_dataset, require_a_batch
 from ddp.config import FROM_FILES, TEXT, TrainConfig
@@ -33,7 +33,7 @@ def load_data(config: TrainConfig, env: DistEnv) -> ImageData:
             face_cache.ensure()
     with env.fail_together():
         if config.dataset == TEXT:
-            from common.data import sums
+            from ddp import sums
 
             data: ImageData = sums.load(config.train_samples, config.test_samples)
         else:

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from common.cli import command, from_settings, option, parse
-from common.distributed.process_group import BACKENDS, DEVICES, process_group
+from common.distributed import BACKENDS, DEVICES
 from common.distributed.rank_logging import rank_logging
 from common.errors import UsageError
 from common.training.evaluation import evaluate, table
@@ -28,6 +28,7 @@ from ddp.checkpoint.folder import MANIFEST, Damaged
 from ddp.checkpoint.storage import CHOICE, Manifest, choose
 from ddp.config import FROM_FILES, LAUNCH_SETTINGS, TrainConfig
 from ddp.data import load_data, open_test_loader
+from ddp.rendezvous.process_group import process_group
 
 
 @dataclass(frozen=True)

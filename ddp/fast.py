@@ -17,7 +17,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from common.distributed.process_group import DistEnv
+from common.distributed.dist_env import DistEnv
 from common.training.precision import multiplies_bf16
 from ddp.config import TrainConfig
 from ddp.strategies import BY_HAND

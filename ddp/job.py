@@ -10,15 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from common.data.datasets import Batch, ImageData, Loader
-from common.distributed.process_group import DistEnv
+from common.distributed.dist_env import DistEnv
 from common.distributed.rank_logging import Progress
 from common.errors import UsageError
-from common.resilience.watchdog import Watchdog
 from common.training.metrics import MetricsWriter
 from common.training.precision import LOW_DTYPES, autocast
 from common.training.window import Window, WindowTotals, end_window
 from ddp.config import TrainConfig
 from ddp.sampler import MicroBatchSampler
+from ddp.watchdog.watchdog import Watchdog
 
 
 class StepGuard:
@@ -114,7 +114,7 @@ class Job:
         """Add the MFU to a GPU's metrics. A collective, if the network is sharded: it takes a forward pass."""
         if self.window.meter is None:
             return
-        from common.training.peak_flops import peak_flops, training_flops  # only on a GPU
+        from ddp.peak_flops import peak_flops, training_flops  # only on a GPU
 
         config, device = self.config, self.env.device
         images = self.empty_batch().images.to(device)

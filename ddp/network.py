@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from common.data.datasets import ImageData
-from common.distributed.process_group import DistEnv
+from common.distributed.dist_env import DistEnv
 from common.randomness import derive_seed
 from common.training.models import build_model, to_device
 from ddp import by_hand, sharded

@@ -27,7 +27,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from common.cli import command, parse
 from common.data.datasets import Batch, ImageData
-from common.distributed.process_group import DistEnv, find_dist_env, rank_process, rendezvous_store
 from common.randomness import seed_torch
 from common.training.evaluation import Evaluation, evaluate
 from common.training.optimization import build_optimizer
@@ -36,6 +35,7 @@ from ddp.config import TrainConfig
 from ddp.data import load_data, open_loader, open_test_loader
 from ddp.job import Job
 from ddp.network import build_network, clip_grad_norm_of_shards, require_same_network, wrap_by_hand_or_sharded
+from ddp.rendezvous import DistEnv, find_dist_env, rank_process, rendezvous_store
 from ddp.resilience import RunCheckpoint, Supervisor, build_guard, open_run, settle, supervise
 from ddp.sampler import MicroBatchSampler
 from ddp.strategies import Averaging, compress_gradients

@@ -89,7 +89,7 @@ LONG_FILES = (
     "ddp/test_train.py",
     "ddp/test_commands.py",
     "ddp/by_hand/test_conformance.py",
-    "common/distributed/test_process_group.py",
+    "ddp/rendezvous/test_process_group.py",
     "dataparallel/test_train.py",
     "ddp/test_files.py",
     "ddp/by_hand/test_equality.py",

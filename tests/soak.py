@@ -26,9 +26,9 @@ from typing import Any
 import psutil
 
 from common.cli import command, option, parse
-from common.distributed.process_group import stop_signals
 from common.errors import UsageError
 from common.files.run_directory import CONFIG_FILE
+from common.signals.stop_request import stop_signals
 from ddp.checkpoint import storage
 from ddp.checkpoint.storage import name_of
 from ddp.strategies import SHARDED

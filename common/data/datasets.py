@@ -42,7 +42,7 @@ class BatchKey(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """Images uint8 ``[n, channels, height, width]`` and labels int64 ``[n]``; of text, see common/data/sums.py."""
+    """Images uint8 ``[n, channels, height, width]`` and labels int64 ``[n]``; of text, see ddp/sums.py."""
 
     images: Tensor
     labels: Tensor

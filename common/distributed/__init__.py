@@ -1,4 +1,4 @@
-"""The ranks of a job: process group, logging, store, worker groups."""
+"""The ranks of a job: their environment, their agreement, their logs."""
 
 DEVICES = ("auto", "cpu", "cuda")
 BACKENDS = ("auto", "gloo", "nccl")

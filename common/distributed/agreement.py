@@ -2,7 +2,7 @@
 
 Two hosts that were given different learning rates would train on without an error, and average gradients that do not belong
 together. Other differences would end as a hang, or as a crash in a collective. So each rank puts its *facts* into the store
-(common/distributed/launch_facts.py lists them), rank 0 compares them, and a difference is one line on every rank.
+(ddp/rendezvous/launch_facts.py lists them), rank 0 compares them, and a difference is one line on every rank.
 
 The store is used, and not a collective: ranks that disagree on WORLD_SIZE or on the backend cannot form a group.
 """

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 CONFIG_FILE = "config.json"
 LOG_FOLDER = "logs"
-FLIGHT_RECORDER_FOLDER = "flight-recorder"  # among the logs; see common/resilience/flight_recorder.py
+FLIGHT_RECORDER_FOLDER = "flight-recorder"  # among the logs; see ddp/watchdog/flight_recorder.py
 LOCK_FILE = "lock"
 LAUNCH_FILE = "launch.json"  # the torchrun agents that have started this run; see ddp/resilience/resume.py
 REQUEUE_FILE = "requeue.json"  # exists from a preemption until the next start

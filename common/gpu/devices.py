@@ -48,7 +48,7 @@ def gpu_of(local_rank: int, gpus: int) -> torch.device:
     Usually all ranks of a node see all its GPUs, and each takes the one of its number. A launcher may show each rank its own
     instead (``torchrun --virtual-local-rank``, a ``CUDA_VISIBLE_DEVICES`` for each task): then there are fewer than ranks, and the
     rank's number goes around them. Ranks that meet on one GPU in this way are found when they compare their facts
-    (common/distributed/launch_facts.py).
+    (ddp/rendezvous/launch_facts.py).
 
     :param local_rank: among the ranks of this node, from 0
     :param gpus: those that this process can use, 1 or more

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from common.cli import parse
-from common.distributed.process_group import DistEnv, require_alone
+from common.distributed.dist_env import DistEnv, require_alone
 from common.distributed.rank_logging import Progress, rank_logging
 from common.files.atomic_files import write_json
 from common.files.run_directory import files_line, prepare_output, results_in

@@ -13,6 +13,7 @@ import signal
 import sys
 import types
 
+from common.signals import stop_request
 from common.signals.stop_request import SIGNALS, exit_status, is_requeued
 
 # The signals that are handled here; none in a process that was not started as a command.
@@ -20,8 +21,13 @@ _handled: list[signal.Signals] = []
 _status: int | None = None  # of a command that has ended
 
 
-def handle_signals_of_a_command() -> None:
-    """Call :func:`handle_signals` if ``python -m`` imports a package, to run one of its modules as a command."""
+def handle_signals_of_a_command(requeued: str = "") -> None:
+    """Call :func:`handle_signals` if ``python -m`` imports a package, to run one of its modules as a command.
+
+    :param requeued: the module that a scheduler starts again after a signal
+    """
+    if requeued:
+        stop_request.requeued_command = requeued
     if sys.argv[:1] == ["-m"]:
         handle_signals()
 

@@ -64,7 +64,7 @@ INTERRUPTED = 130  # the status that a shell reports for a command that Ctrl-C e
 STOPPED = tuple(128 + number for number in SIGNALS)  # statuses of commands that are not requeued
 
 STUCK_S = 5.0  # a signal waits so long for the main thread to come back from C++; then the process ends
-REQUEUED_COMMAND = "ddp.train"  # which a scheduler starts again
+requeued_command = ""  # which a scheduler starts again; the package that has such a command sets it
 
 
 class StopTogether(SystemExit):
@@ -159,7 +159,7 @@ def to_be_requeued() -> Iterator[None]:
 
 def is_requeued() -> bool:
     """Whether a scheduler starts this process's command again after a signal other than Ctrl-C."""
-    return REQUEUED_COMMAND in sys.orig_argv
+    return requeued_command in sys.orig_argv
 
 
 def handled_signals() -> list[signal.Signals]:

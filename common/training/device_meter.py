@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from common.distributed.process_group import DistEnv
+from common.distributed.dist_env import DistEnv
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common.data.datasets import Batch, BatchKey, ImageData
-from common.distributed.process_group import DistEnv
+from common.distributed.dist_env import DistEnv
 from common.errors import printable
 from common.training.models import evaluating
 from common.training.precision import autocast

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from common.data.datasets import Batch
-from common.distributed.process_group import DistEnv
+from common.distributed.dist_env import DistEnv
 from common.distributed.rank_logging import Progress
 from common.training.evaluation import Evaluation
 

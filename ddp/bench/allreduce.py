@@ -26,9 +26,7 @@ import numpy as np
 import torch
 
 from common.cli import option
-from common.distributed.placement import PlacedConfig
-from common.distributed.process_group import DistEnv
-from common.distributed.worker_group import WorkerGroup
+from common.distributed.dist_env import DistEnv
 from common.errors import UsageError
 from common.reporting.run_figures import COLORS, label_ends, new_figure
 from common.reporting.timing import interleave
@@ -45,6 +43,8 @@ from common.reporting.turns import (
 from ddp.all_reduce import ALL_REDUCES
 from ddp.all_reduce.choice import build_all_reduce
 from ddp.bench.alpha_beta import AlphaBeta, bus_bandwidth, shared_memory_limit
+from ddp.bench.placement import PlacedConfig
+from ddp.rendezvous.worker_group import WorkerGroup
 
 KI, MI = 1 << 10, 1 << 20
 SIZES = (4, 64, KI, 4 * KI, 16 * KI, 64 * KI, 256 * KI, MI, 4 * MI, 16 * MI, 25 * MI, 100 * MI)

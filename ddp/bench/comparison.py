@@ -17,11 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common.cli import option
-from common.distributed.placement import Placement, place_ranks
-from common.distributed.process_group import DistEnv
-from common.distributed.worker_group import WorkerGroup
+from common.distributed.dist_env import DistEnv
 from common.machine import keep_freed_memory
 from common.reporting.turns import Rounds, Step, take_turns, timed_steps
+from ddp.bench.placement import Placement, place_ranks
+from ddp.rendezvous.worker_group import WorkerGroup
 
 FIRST_STEPS = 3  # of each variant are not measured: its buckets are rebuilt after the first
 

@@ -27,11 +27,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from common.cli import option
-from common.distributed.placement import PlacedConfig
 from common.reporting.benchmark_figures import plot_rounds
 from common.reporting.turns import cells, progress_of, ratios, table, write_report
 from ddp.bench.comparison import Comparison, TurnsConfig, compare
 from ddp.bench.costs import PARTIAL, report_costs
+from ddp.bench.placement import PlacedConfig
 from ddp.bench.variants import (
     BUCKETED,
     CLIMB,

@@ -26,12 +26,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from common.cli import option
-from common.distributed.process_group import DistEnv
-from common.distributed.worker_group import WorkerGroup, preload
+from common.distributed.dist_env import DistEnv
 from common.machine import set_malloc
 from common.reporting.benchmark_figures import plot_stacked
 from common.reporting.turns import Rounds, table, write_report
 from ddp.bench.sharding import STAGES, VOCABULARY, TransformerConfig, share
+from ddp.rendezvous.worker_group import WorkerGroup, preload
 
 PARTS = ("parameters", "gradients", "optimizer state")
 # torch would import these on each rank of each group: half of what a group takes to start.

@@ -25,7 +25,8 @@ import torch.nn.functional as F
 
 from common.cli import option, parse
 from common.data.datasets import Batch
-from common.distributed.process_group import DEVICES, DistEnv, process_group
+from common.distributed import DEVICES
+from common.distributed.dist_env import DistEnv
 from common.distributed.rank_logging import rank_logging
 from common.files.run_directory import prepare_output, results_in
 from common.reporting.benchmark_figures import plot_rounds
@@ -39,6 +40,7 @@ from common.training.recipes import load_dataset
 from ddp.bench.variants import DDPVariant
 from ddp.config import TrainConfig, require_samples
 from ddp.job import Job, StepGuard
+from ddp.rendezvous.process_group import process_group
 from ddp.train import build_job, train_step
 
 BARE, BARE_DDP, TRAINER = "bare", "bare, DDP", "trainer"

@@ -23,9 +23,8 @@ from torch import nn
 
 from common.cli import option
 from common.data.datasets import ImageData
-from common.distributed.placement import place_ranks
-from common.distributed.process_group import DEVICES, DistEnv
-from common.distributed.worker_group import WorkerGroup
+from common.distributed import DEVICES
+from common.distributed.dist_env import DistEnv
 from common.errors import UsageError
 from common.machine import usable_cores
 from common.reporting.benchmark_figures import plot_stacked
@@ -36,8 +35,10 @@ from common.training.precision import PRECISIONS
 from common.training.recipes import load_dataset
 from dataparallel.parallel import HandwrittenDataParallel
 from ddp.bench.overhead import trainer_step
+from ddp.bench.placement import place_ranks
 from ddp.bench.variants import HOOKS, NO_SUM
 from ddp.config import TrainConfig, require_samples
+from ddp.rendezvous.worker_group import WorkerGroup
 from ddp.strategies import register_hook
 from ddp.train import build_job
 

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from common.cli import option
-from common.distributed.process_group import DistEnv
+from common.distributed.dist_env import DistEnv
 from common.reporting.benchmark_figures import plot_rounds
 from common.reporting.turns import Step, Times, cells, progress_of, ratios, table, write_report
 from common.training.gpt import GPT

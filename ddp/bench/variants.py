@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from common.distributed.process_group import DistEnv
+from common.distributed.dist_env import DistEnv
 from common.reporting.turns import Step
 from common.training.models import MODELS, build_model
 from common.training.optimization import build_optimizer

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from common.distributed.process_group import DistEnv
+from common.distributed.dist_env import DistEnv
 from common.errors import UsageError
 from common.files.run_directory import writing
 from common.training.metrics import MetricsWriter

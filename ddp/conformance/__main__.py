@@ -82,7 +82,7 @@ def run(wrapper: str, checks: Sequence[Check], config: ConformanceConfig) -> lis
     """Run the checks at each number of ranks; the results of a check stand together."""
     import torch
 
-    from common.distributed.process_group import DistEnv
+    from common.distributed.dist_env import DistEnv
     from common.distributed.rank_logging import Progress, rank_logging
     from ddp.conformance.check import CHECKS
     from ddp.conformance.runner import PASS, Runner

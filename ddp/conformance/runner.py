@@ -26,11 +26,11 @@ import torch.distributed as dist
 from torch import nn
 
 import ddp.conformance.checks as checks
-from common.distributed.process_group import DistEnv
-from common.distributed.worker_group import WorkerGroup, preload
+from common.distributed.dist_env import DistEnv
 from common.errors import UsageError
 from common.functions import import_function
 from ddp.conformance.check import CHECKS, Check, Wrap, Wrong
+from ddp.rendezvous.worker_group import WorkerGroup, preload
 
 ECHO_S = 1.0  # for the ranks that wait for one that has failed
 START_S = 60.0  # a collective's time limit is longer than a check's: the check's must end it

@@ -21,12 +21,12 @@ from typing import Any, TypeAlias
 from common.cli import command, option
 from common.data import fashion_mnist
 from common.data.datasets import IN_MEMORY, load
-from common.distributed.worker_group import WorkerGroup
 from common.machine import usable_cores
 from common.reporting.benchmark_figures import plot_rounds
 from common.reporting.timing import interleave, paired_ratio
 from common.reporting.turns import Rounds, cells, run_benchmark, table, write_report
 from ddp.ladder.rungs import BATCH_SIZE, FIRST, RANKS, RungTraining, Training, Turn, rungs
+from ddp.rendezvous.worker_group import WorkerGroup
 
 TURNS = 4  # of an epoch
 Variants: TypeAlias = Mapping[str, tuple[type[Training], Any]]  # each a service of a rank, and its settings

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from common.data.datasets import ImageData
-from common.distributed.process_group import DistEnv
+from common.distributed.dist_env import DistEnv
 from common.machine import keep_freed_memory
 from common.reporting.turns import timed_steps
 from common.training.models import build_model

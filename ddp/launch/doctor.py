@@ -42,19 +42,14 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from common.cli import command, option, parse
-from common.distributed.addresses import addresses_by_interface, interface_towards
-from common.distributed.launch_facts import software
-from common.distributed.process_group import (
-    DEVICES,
-    DistEnv,
-    clean_exit,
-    find_dist_env,
-    rendezvous_errors,
-    rendezvous_store,
-)
+from common.distributed import DEVICES
+from common.distributed.dist_env import DistEnv, find_dist_env
 from common.distributed.rank_logging import rank_logging
 from common.launchers import launcher_name
 from common.stdout import print_results
+from ddp.rendezvous.addresses import addresses_by_interface, interface_towards
+from ddp.rendezvous.launch_facts import software
+from ddp.rendezvous.process_group import clean_exit, rendezvous_errors, rendezvous_store
 
 ROUND_TRIPS, TRANSFERS = 20, 3
 LARGE_BYTES = 16 * 2**20  # of the message whose time tells the bandwidth

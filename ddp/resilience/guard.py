@@ -27,13 +27,13 @@ from common.data.datasets import Batch
 from common.data.loaders import as_user_error
 from common.errors import UsageError
 from common.machine import keep_freed_memory
-from common.resilience.failure_detector import Position
 from common.signals.stop_request import StopRequest
 from common.training.optimization import local
 from ddp.checkpoint.checkpointer import Checkpointer
 from ddp.job import Job, StepGuard
 from ddp.resilience.nonfinite import report_skipped
 from ddp.resilience.warm_up import warm_up
+from ddp.watchdog.failure_detector import Position
 
 T = TypeVar("T")
 

@@ -24,8 +24,7 @@ import torch.distributed as dist
 
 from common.cli import flag_of
 from common.data.datasets import ImageData
-from common.distributed.dist_env import implementation
-from common.distributed.process_group import DistEnv
+from common.distributed.dist_env import DistEnv, implementation
 from common.distributed.rank_logging import add_log_file
 from common.errors import UsageError
 from common.files.atomic_files import write_json
@@ -126,7 +125,7 @@ def open_run(config: TrainConfig, env: DistEnv, data: ImageData) -> Iterator[Run
             try:
                 yield checkpoint
             except (RuntimeError, MemoryError) as error:
-                from common.resilience.device_errors import raise_explained
+                from common.device_errors import raise_explained
 
                 raise_explained(error, env.device, config.less_memory)
                 raise

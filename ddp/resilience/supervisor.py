@@ -86,7 +86,7 @@ def supervise(job: Job, checkpoint: RunCheckpoint | None) -> Iterator[Supervisor
         steps = config.epochs * job.sampler.steps_per_epoch
         job.progress = entered.enter_context(Progress(env, "train", steps, job.step))
         if config.profile:
-            from common.reporting.profiling import profile_steps
+            from ddp.resilience.profiling import profile_steps
 
             supervisor.profile_step = entered.enter_context(profile_steps(env, config.run_dir / "profile"))
         guard.checkpointer = supervisor.checkpointer

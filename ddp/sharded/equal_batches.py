@@ -7,11 +7,11 @@ from collections.abc import Iterator
 import torch
 
 from common.data.datasets import Batch, ImageData
-from common.data.sums import NO_TARGET
 from common.distributed.dist_env import DistEnv
 from common.errors import UsageError
 from common.training.evaluation import evaluation_batch_size
 from ddp.sampler import ShardSampler
+from ddp.sums import NO_TARGET
 
 
 def equally_many(batches: Iterator[Batch], data: ImageData, env: DistEnv) -> Iterator[Batch]:

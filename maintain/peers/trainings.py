@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from common.data.datasets import ImageData
-from common.distributed.process_group import DistEnv
+from common.distributed.dist_env import DistEnv
 from common.training.models import build_model
 from ddp.bench.overhead import endless_batches, trainer_step
 from ddp.config import TrainConfig

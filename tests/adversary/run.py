@@ -18,10 +18,10 @@ from pathlib import Path
 
 import psutil
 
-from common.distributed.process_group import TORCHRUN_VARIABLES
-from common.distributed.worker_group import rendezvous
+from common.launchers import TORCHRUN_VARIABLES
 from common.signals import early_signals
 from dataloading.dataset.decoders import installed
+from ddp.rendezvous.worker_group import rendezvous
 from tests.adversary.attempt import Attempt, Outcome
 from tests.adversary.scenes import finished_copy, photos
 from tests.support.commands import load_command

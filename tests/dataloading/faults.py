@@ -57,7 +57,7 @@ def save_picture(
 # Every way to load a folder: each yields the same (images uint8 [n, 3, height, width], labels) in the same order.
 
 # The fork server has one thread. The tests' own process has those of earlier tests. A child of its fork may wait for ever for a
-# lock that one of these held (gh-112275 in the Pythons of common/fork_safety.py is one way): once, a worker did.
+# lock that one of these held (gh-112275 in the Pythons of ddp/rendezvous/fork_safety.py is one way): once, a worker did.
 CONTEXT: str | None = "forkserver"
 
 

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 from common.data.datasets import Batch
-from common.distributed.process_group import DistEnv, process_group
+from common.distributed.dist_env import DistEnv
 from common.reporting import report
 from common.training.device_meter import DeviceTotals
 from common.training.evaluation import evaluate
@@ -25,6 +25,7 @@ from ddp.checkpoint.storage import RunCheckpoint
 from ddp.config import TrainConfig
 from ddp.data import load_data
 from ddp.job import Job
+from ddp.rendezvous.process_group import process_group
 from ddp.train import build_job, train, train_epoch, train_step
 
 Arrays = dict[str, npt.NDArray[Any]]

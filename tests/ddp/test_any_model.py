@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from common.distributed.process_group import process_group
 from common.errors import UsageError
 from common.training.models import make_dense
 from ddp.config import TrainConfig
 from ddp.data import load_data
+from ddp.rendezvous.process_group import process_group
 from ddp.resilience.guard import SavedBuffers
 from ddp.train import build_job, train_epoch
 from tests.ddp.jobs import small

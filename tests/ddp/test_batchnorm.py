@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from common.distributed.process_group import process_group
 from common.errors import UsageError
 from ddp.batchnorm import SyncBatchNorm, convert_sync_batchnorm, make_buffers_equal
+from ddp.rendezvous.process_group import process_group
 from tests.support.launch import run_ranks
 
 CHANNELS = 5

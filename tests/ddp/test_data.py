@@ -11,7 +11,7 @@ import torch
 
 from common.data.datasets import ImageDataset, load
 from common.data.on_device import ImagesOnDevice
-from common.distributed.process_group import DistEnv
+from common.distributed.dist_env import DistEnv
 from common.reporting.report import data_verdict
 from dataloading.dataset.training_data import load_lfw
 from dataloading.loader.fast_loader import FastLoader

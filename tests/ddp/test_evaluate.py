@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from common.data import datasets
-from common.distributed.process_group import process_group
 from common.training.evaluation import Evaluation, evaluate
 from common.training.models import build_model
 from ddp.config import TrainConfig
 from ddp.data import open_test_loader
+from ddp.rendezvous.process_group import process_group
 from tests.support.launch import run_ranks
 
 

@@ -14,7 +14,6 @@ import psutil
 import pytest
 from PIL import Image
 
-from common.distributed.process_group import process_group
 from common.errors import UsageError
 from common.signals.stop_request import REQUEUE
 from common.training.evaluation import evaluate
@@ -22,6 +21,7 @@ from dataloading.dataset.batches import ImageBatches
 from dataloading.dataset.training_data import load_lfw
 from ddp.config import TrainConfig
 from ddp.data import load_data
+from ddp.rendezvous.process_group import process_group
 from ddp.train import build_job, train_epoch
 from tests.ddp.jobs import Outcome, assert_identical, final_state, run_job, train_epochs
 from tests.support.launch import error_lines, run_forked, run_ranks, start_command

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from common.data import sums
+from ddp import sums
 from ddp.strategies import STRATEGIES
 from tests.ddp.checkpoint.sharded_jobs import contents, save_each
 from tests.support.launch import run_ranks

@@ -15,11 +15,11 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from common.distributed.process_group import process_group
 from common.errors import UsageError
 from ddp.checkpoint import storage
 from ddp.config import TrainConfig
 from ddp.data import load_data
+from ddp.rendezvous.process_group import process_group
 from ddp.train import build_job, train_step
 from tests.ddp.jobs import (
     Outcome,

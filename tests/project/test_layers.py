@@ -20,7 +20,7 @@ from tests.support.launch import REPOSITORY
 LAYERS = (
     ("common", "common.files", "common.foreign_script", "common.gpu", "common.signals"),
     ("common.distributed", "common.data"),
-    ("common.training", "common.resilience"),
+    ("common.training",),
     ("common.reporting",),
     (
         "dataloading",
@@ -29,15 +29,33 @@ LAYERS = (
         "dataparallel.devices",
         "ddp",
         "ddp.all_reduce",
+        "ddp.rendezvous",
+        "ddp.watchdog",
+        "ddp.peak_flops",
+        "ddp.sampler",
+        "ddp.strategies",
+        "ddp.sums",
+    ),
+    (
+        "dataloading.dataset",
+        "dataparallel.broadcast",
+        "dataparallel.threads",
+        "ddp.by_hand",
+        "ddp.config",
         "ddp.launch",
     ),
-    ("dataloading.dataset", "dataparallel.broadcast", "dataparallel.threads", "ddp.sampler", "ddp.strategies"),
-    ("dataloading.loader", "dataparallel.parallel", "ddp.by_hand", "ddp.config"),
-    ("dataloading.bench", "dataparallel.train", "ddp.batchnorm", "ddp.conformance", "ddp.data", "ddp.sharded"),
-    ("dataloading.ladder", "dataloading.lfw_dataset", "dataparallel.bench", "ddp.job"),
-    ("dataloading.timeline", "ddp.checkpoint"),
-    ("ddp.resilience",),
-    ("ddp.evaluate", "ddp.fast"),
+    (
+        "dataloading.loader",
+        "dataparallel.parallel",
+        "ddp.batchnorm",
+        "ddp.conformance",
+        "ddp.data",
+        "ddp.fast",
+        "ddp.sharded",
+    ),
+    ("dataloading.bench", "dataparallel.train", "ddp.job"),
+    ("dataloading.ladder", "dataloading.lfw_dataset", "dataparallel.bench", "ddp.checkpoint"),
+    ("ddp.evaluate", "ddp.network", "ddp.resilience"),
     ("ddp.train",),
     ("ddp.audit", "ddp.bench", "ddp.museum"),
     ("ddp.ladder", "examples"),
@@ -45,9 +63,6 @@ LAYERS = (
 )
 # The three subjects are siblings, except for these: files to train on, and the benchmark that compares two subjects.
 BETWEEN_SUBJECTS = {("ddp.data", "dataloading"), ("ddp.bench", "dataparallel")}
-# What is still to be moved. Take an entry out when it is: the tests find it.
-CLIMBS = {"dataloading.dataset.training_data imports dataloading.loader.fast_loader"}
-NAMED_BY_COMMON = {"common/distributed/launch_facts.py", "common/signals/stop_request.py"}
 
 SUBJECTS = ("dataloading", "dataparallel", "ddp")
 # A subject's name as a word, as in "ddp.train" and "ddp/bench"; not in the distribution's name, raw-ddp.
@@ -112,17 +127,17 @@ def test_each_folder_of_a_subject_has_its_layer() -> None:
 
 def test_no_import_points_up() -> None:
     """No module of the house imports from a layer above its own, also within ``common`` and within each subject."""
-    assert {edge for edge, part, other in edges_of_parts() if PART_LAYER[other] > PART_LAYER[part]} == CLIMBS
+    assert [edge for edge, part, other in edges_of_parts() if PART_LAYER[other] > PART_LAYER[part]] == []
 
 
 def test_common_does_not_name_a_subject() -> None:
     """Not in an import, and not in a string: no dotted name and no path of a module of ``ddp``."""
-    naming = {
-        str(file.relative_to(REPOSITORY))
+    naming = [
+        name
         for name, file in FILES.items()
         if name.partition(".")[0] == "common" and any(map(NAMES_A_SUBJECT.search, strings(file)))
-    }
-    assert naming == NAMED_BY_COMMON
+    ]
+    assert naming == []
 
 
 def test_the_subjects_are_siblings() -> None:
@@ -139,9 +154,8 @@ def test_the_subjects_are_siblings() -> None:
 def test_there_are_no_import_cycles() -> None:
     """Neither modules nor the parts of the house import one another in a circle."""
     parts: dict[str, set[str]] = {}
-    for edge, part, other in edges_of_parts():
-        if edge not in CLIMBS:
-            parts.setdefault(part, set()).add(other)
+    for _, part, other in edges_of_parts():
+        parts.setdefault(part, set()).add(other)
     graphlib.TopologicalSorter(IMPORTS).prepare()  # raises CycleError
     graphlib.TopologicalSorter(parts).prepare()
 

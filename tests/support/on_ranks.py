@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from common.distributed.process_group import process_group
+from ddp.rendezvous.process_group import process_group
 from tests.support.launch import run_ranks
 
 Program = Callable[[], None]

@@ -29,8 +29,8 @@ from typing import Any, NamedTuple
 
 import psutil
 
-from common.distributed.process_group import process_group
-from common.distributed.worker_group import rendezvous, take_environment
+from ddp.rendezvous.process_group import process_group
+from ddp.rendezvous.worker_group import rendezvous, take_environment
 from tests.support.commands import load_command
 from tests.support.process_state import ProcessState
 
@@ -51,7 +51,7 @@ class ForkServer(ForkServerContext):
 FORK_SERVER = ForkServer()
 SUPPORT = ("process_state", "drawn_glyphs")
 FORK_SERVER.set_forkserver_preload(
-    ["ddp.train", "torch._dynamo", "common.distributed.worker_group", *(f"tests.support.{name}" for name in SUPPORT)]
+    ["ddp.train", "torch._dynamo", "ddp.rendezvous.worker_group", *(f"tests.support.{name}" for name in SUPPORT)]
 )
 
 

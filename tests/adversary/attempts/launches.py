@@ -46,7 +46,7 @@ ATTEMPTS = [
     ),
     *(Attempt(RUN, line, ranks=("", ""), rank_env={1: env}) for env, line in ENVIRONMENTS),
     *(Attempt(f"{RUN} --timeout 5", line, env=PLACE | env, writes=BEFORE_A_RUN) for env, line in ALONE),
-    # Half of torchrun's variables. (tests/common/distributed/test_process_group.py leaves out each of them.)
+    # Half of torchrun's variables. (tests/ddp/rendezvous/test_process_group.py leaves out each of them.)
     Attempt(RUN, "RANK", env={key: value for key, value in PLACE.items() if key != "RANK"}),
     # The other commands compare too.
     Attempt(EVALUATE, "--precision is fp32 on rank 0, but bf16 on rank 1", ranks=("", "--precision bf16")),

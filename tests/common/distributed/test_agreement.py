@@ -20,10 +20,10 @@ from common.cli import flag_of, parse, settings_of
 from common.distributed import agreement
 from common.distributed.agreement import GPU, GPU_KIND, UNKNOWN, Facts, describe, require_agreement
 from common.distributed.dist_env import DistEnv
-from common.distributed.launch_facts import launch_facts, source_digest
-from common.distributed.process_group import process_group
 from common.errors import UsageError
 from ddp.config import TrainConfig
+from ddp.rendezvous.launch_facts import launch_facts, source_digest
+from ddp.rendezvous.process_group import process_group
 from tests.support.launch import run_ranks
 
 PATIENCE_S = 60.0

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from common.distributed.dist_env import DistEnv
-from common.distributed.process_group import process_group
 from common.distributed.rank_logging import Progress, add_log_file, rank_logging
+from ddp.rendezvous.process_group import process_group
 from tests.support.launch import run_ranks, run_torchrun
 
 
@@ -56,9 +56,9 @@ def test_torchrun_s_report_has_the_traceback_of_the_rank_that_failed() -> None:
 
     Claim (README.md): a failure of the program keeps its traceback, with the rank, in torchrun's report.
     """
-    done = run_torchrun(2, "tests.common.distributed.crashing")
+    done = run_torchrun(2, "tests.ddp.rendezvous.crashing")
     assert done.returncode == 1
-    report = done.stderr[done.stderr.index("tests.common.distributed.crashing FAILED") :]
+    report = done.stderr[done.stderr.index("tests.ddp.rendezvous.crashing FAILED") :]
     assert "rank      : 1" in report
     assert "ZeroDivisionError: on purpose" in report
 

@@ -11,9 +11,9 @@ import torch
 from torch.distributed import distributed_c10d
 
 from common.distributed.dist_env import find_dist_env, implementation
-from common.distributed.process_group import process_group
 from common.errors import UsageError
 from common.gpu.devices import NCCL2_VARIABLE, count_gpus
+from ddp.rendezvous.process_group import process_group
 from tests.support.fake_gpu import NCCL_CREATORS, gloo_as_nccl, pretend_gpus
 from tests.support.launch import run_ranks
 

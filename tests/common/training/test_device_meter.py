@@ -13,15 +13,15 @@ from torch.utils.flop_counter import flop_registry
 
 from common.data.datasets import Batch
 from common.distributed.dist_env import DistEnv
-from common.distributed.process_group import process_group
 from common.reporting.report import gpu_line, of_gpus
 from common.training.device_meter import DeviceMeter, DeviceTotals
 from common.training.gpt import TextModel
 from common.training.models import build_model
-from common.training.peak_flops import peak_flops, training_flops
 from common.training.window import Window, end_window
 from ddp.data import load_data
 from ddp.job import Job
+from ddp.peak_flops import peak_flops, training_flops
+from ddp.rendezvous.process_group import process_group
 from ddp.train import build_job
 from tests.ddp.jobs import small
 from tests.support.fake_gpu import TimedGPU

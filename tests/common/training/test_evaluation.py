@@ -8,7 +8,7 @@ import torch
 
 from common.data import datasets
 from common.data.datasets import BatchKey, fetch_batches
-from common.distributed.process_group import DistEnv
+from common.distributed.dist_env import DistEnv
 from common.training.evaluation import Evaluation, evaluate, evaluation_batch_size, table
 from common.training.models import build_model
 

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from common.distributed.dist_env import DistEnv
-from common.distributed.launch_facts import launch_facts
 from common.errors import UsageError
 from common.training.precision import PRECISIONS, autocast, set_arithmetic
+from ddp.rendezvous.launch_facts import launch_facts
 from tests.support.launch import run_ranks
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from common.data.datasets import Batch
-from common.distributed.process_group import process_group
 from common.training.window import Window, WindowState, WindowTotals
+from ddp.rendezvous.process_group import process_group
 from tests.support.launch import run_ranks
 
 

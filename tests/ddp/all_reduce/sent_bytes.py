@@ -14,9 +14,9 @@ import subprocess
 import torch
 import torch.distributed as dist
 
-from common.distributed.process_group import process_group
 from ddp.all_reduce.choice import build_all_reduce
 from ddp.all_reduce.sharded import ShardedAllReduce
+from ddp.rendezvous.process_group import process_group
 from tests.support.ranks import close_pool, run_ranks
 
 NUMEL = 4_000_000

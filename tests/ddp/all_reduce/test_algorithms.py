@@ -20,7 +20,6 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from common.distributed.process_group import process_group
 from ddp.all_reduce import shared_memory
 from ddp.all_reduce.base import AllReduce
 from ddp.all_reduce.choice import backend
@@ -31,6 +30,7 @@ from ddp.all_reduce.p2p import P2P
 from ddp.all_reduce.ring import Ring
 from ddp.all_reduce.shared_memory import SMALL_BYTES, SharedMemory
 from ddp.all_reduce.tree import Tree
+from ddp.rendezvous.process_group import process_group
 from tests.support.launch import run_ranks, run_with_victim
 
 Build = Callable[[P2P], AllReduce]

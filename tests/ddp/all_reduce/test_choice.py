@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from common.distributed.process_group import process_group
 from ddp.all_reduce import ALL_REDUCES
 from ddp.all_reduce.choice import build_all_reduce
+from ddp.rendezvous.process_group import process_group
 from tests.support.launch import run_ranks
 
 

@@ -6,9 +6,9 @@ from unittest import mock
 
 import torch
 
-from common.distributed.process_group import process_group
 from ddp.all_reduce.hierarchical import Hierarchical
 from ddp.all_reduce.p2p import P2P
+from ddp.rendezvous.process_group import process_group
 from tests.support.launch import run_ranks
 
 

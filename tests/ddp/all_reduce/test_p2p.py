@@ -6,8 +6,8 @@ import socket
 
 import torch
 
-from common.distributed.process_group import process_group
 from ddp.all_reduce.p2p import P2P
+from ddp.rendezvous.process_group import process_group
 from tests.support.launch import run_ranks
 
 

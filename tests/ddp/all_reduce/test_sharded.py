@@ -16,12 +16,12 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from common.distributed.process_group import process_group
 from ddp.all_reduce.choice import backend
 from ddp.all_reduce.p2p import P2P
 from ddp.all_reduce.ring import Ring
 from ddp.all_reduce.sharded import ShardedAllReduce
 from ddp.all_reduce.shared_memory import SCRATCH_BYTES, SharedMemory
+from ddp.rendezvous.process_group import process_group
 from tests.ddp.all_reduce.sent_bytes import RANKS
 from tests.ddp.all_reduce.test_algorithms import TOLERANCES
 from tests.support.launch import REPOSITORY, clean_environment, run_ranks

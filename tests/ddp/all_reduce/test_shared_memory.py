@@ -17,11 +17,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from common.distributed.process_group import process_group
 from common.errors import UsageError
 from ddp.all_reduce.local_sockets import SECRET_BYTES, _accept, _connect, _new_socket
 from ddp.all_reduce.p2p import P2P
 from ddp.all_reduce.shared_memory import SMALL_BYTES, SharedMemory
+from ddp.rendezvous.process_group import process_group
 from tests.ddp.all_reduce.test_algorithms import CPU
 from tests.support.launch import run_ranks, run_with_victim
 

@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from common.distributed.process_group import process_group
 from ddp.bench.costs import PARTIAL, PARTS, WHOLE
 from ddp.bench.engines import Config
 from ddp.bench.variants import (
@@ -23,6 +22,7 @@ from ddp.bench.variants import (
     DDPVariant,
     build_network,
 )
+from ddp.rendezvous.process_group import process_group
 from tests.support.fake_gpu import pretend_gpus
 from tests.support.launch import run_command, run_ranks
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from common.distributed.worker_group import WorkerGroup
 from common.training.recipes import load_dataset
 from ddp.bench import __main__ as bench
 from ddp.bench.scaling import COMPUTE, SINGLE, SYNCHRONIZATION, Config, TrainingWorker, Way, causes, ways
 from ddp.config import TrainConfig
+from ddp.rendezvous.worker_group import WorkerGroup
 from tests.ddp.jobs import small
 from tests.support.launch import run_command
 from tests.support.user_errors import UserError

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from common.distributed.process_group import process_group
 from ddp.all_reduce import ALL_REDUCES
 from ddp.all_reduce.choice import build_all_reduce
+from ddp.rendezvous.process_group import process_group
 from tests.ddp.by_hand.wrappers import (
     CHANGING,
     COMPRESSING,

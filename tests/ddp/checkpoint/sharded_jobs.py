@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from common.distributed.process_group import DistEnv, process_group
+from common.distributed.dist_env import DistEnv
 from common.training.metrics import MetricsWriter
 from ddp.checkpoint.checkpointer import Checkpointer
 from ddp.checkpoint.state import restore
@@ -18,6 +18,7 @@ from ddp.checkpoint.storage import RunCheckpoint
 from ddp.config import TrainConfig
 from ddp.data import load_data
 from ddp.job import Job
+from ddp.rendezvous.process_group import process_group
 from ddp.sharded.zero1 import ZeRO1
 from ddp.train import build_job, train_step
 from tests.ddp.jobs import newest, tensors_of

@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 import torch
 
-from common.distributed.process_group import DistEnv, process_group
+from common.distributed.dist_env import DistEnv
 from common.errors import UsageError
 from common.training.metrics import MetricsWriter
 from ddp.checkpoint import checkpointer as saving
@@ -22,6 +22,7 @@ from ddp.checkpoint import list_checkpoints, storage
 from ddp.checkpoint.checkpointer import Checkpointer
 from ddp.checkpoint.storage import FOLDER, KINDS
 from ddp.job import Job
+from ddp.rendezvous.process_group import process_group
 from tests.ddp.checkpoint.samples import bits
 from tests.ddp.jobs import newest, small, start
 from tests.support.launch import run_ranks

@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from common.distributed.process_group import stop_signals
 from common.errors import UsageError
 from common.files import atomic_files
+from common.signals.stop_request import stop_signals
 from ddp.checkpoint import clean, list_checkpoints, prune, storage
 from ddp.checkpoint.storage import FOLDER
 from tests.ddp.checkpoint.samples import (

@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from common.distributed.process_group import process_group
 from ddp.checkpoint import folder, load, storage
 from ddp.checkpoint.folder import Damaged
 from ddp.checkpoint.sharded_state import load_sharded, save_sharded
@@ -25,6 +24,7 @@ from ddp.checkpoint.shards import (
     open_tensors,
     shard_content,
 )
+from ddp.rendezvous.process_group import process_group
 from ddp.sharded import shard
 from ddp.strategies import SHARDED
 from tests.ddp.checkpoint.sharded_jobs import STEPS, TINY, resume_each, save_each

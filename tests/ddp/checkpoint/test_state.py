@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from common.cli import from_settings
-from common.distributed.process_group import find_dist_env, process_group
+from common.distributed.dist_env import find_dist_env
 from common.errors import UsageError
 from ddp.checkpoint import load, storage
 from ddp.checkpoint.folder import Damaged
@@ -27,6 +27,7 @@ from ddp.config import TrainConfig
 from ddp.data import load_data
 from ddp.evaluate import settings_of_run
 from ddp.job import Job
+from ddp.rendezvous.process_group import process_group
 from ddp.train import build_job
 from tests.ddp.checkpoint.samples import forge
 from tests.ddp.jobs import newest, small, start

@@ -11,9 +11,9 @@ import numpy.typing as npt
 import pytest
 
 from common.data.datasets import ImageData, load
-from common.distributed.process_group import process_group
 from ddp.ladder.__main__ import LadderConfig, report
 from ddp.ladder.rungs import BATCH_SIZE, RungTraining, Turn, rungs
+from ddp.rendezvous.process_group import process_group
 from tests.ddp.jobs import assert_close, assert_identical
 from tests.support.launch import run_command, run_ranks
 

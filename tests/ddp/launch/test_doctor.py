@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch._C._distributed_c10d import HashStore
 
-from common.distributed.process_group import DistEnv
+from common.distributed.dist_env import DistEnv
 from ddp.launch import doctor
 from ddp.launch.doctor import Facts, first_ranks, wrong_clocks
 from tests.support.launch import error_lines, free_port, run_command

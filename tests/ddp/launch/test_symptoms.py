@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 from torch.utils.data._utils import signal_handling
 
-from common.distributed.process_group import process_group
 from ddp.launch import symptoms
 from ddp.launch.symptoms import PAGE, Entry, masked, matches
 from ddp.museum.__main__ import exhibits
+from ddp.rendezvous.process_group import process_group
 from tests.ddp.launch import provoked
 from tests.support.launch import REPOSITORY, run_command, run_ranks, start_program
 from tests.support.ranks import run_in_group

@@ -18,10 +18,11 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from common.data.datasets import ImageData, ImageDataset
-from common.distributed.process_group import DistEnv, process_group
+from common.distributed.dist_env import DistEnv
 from common.training.evaluation import evaluate
 from ddp.by_hand import HandwrittenDistributedDataParallel, NaiveDistributedDataParallel
 from ddp.config import TrainConfig
+from ddp.rendezvous.process_group import process_group
 from ddp.sharded import clip_grad_norm_, shard
 from ddp.strategies import IN_BUCKETS, STRATEGIES
 from ddp.train import build_job, train_epoch

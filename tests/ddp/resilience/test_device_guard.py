@@ -16,7 +16,6 @@ from unittest import mock
 import pytest
 import torch
 
-from common.distributed.process_group import process_group
 from common.errors import UsageError
 from common.signals.stop_request import REQUEUE
 from common.training.precision import set_arithmetic
@@ -24,6 +23,7 @@ from ddp import train
 from ddp.checkpoint import storage
 from ddp.config import TrainConfig
 from ddp.job import Job
+from ddp.rendezvous.process_group import process_group
 from ddp.resilience.device_guard import DeviceGuard
 from ddp.resilience.guard import ResilientGuard
 from tests.ddp.jobs import assert_identical, final_state, small, tensors_of, without_figures

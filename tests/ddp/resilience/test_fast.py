@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from common.distributed.process_group import process_group
 from ddp.config import TrainConfig
+from ddp.rendezvous.process_group import process_group
 from ddp.resilience import settle
 from tests.support.launch import run_forked, run_ranks
 

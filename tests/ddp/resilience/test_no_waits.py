@@ -23,10 +23,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from common.data.datasets import Batch, fetch_batches
 from common.distributed.dist_env import DistEnv
-from common.distributed.process_group import process_group
 from common.training.evaluation import evaluate
 from common.training.models import build_model
 from ddp.data import load_data
+from ddp.rendezvous.process_group import process_group
 from ddp.resilience.device_guard import DeviceGuard
 from ddp.resilience.guard import ResilientGuard
 from ddp.train import build_job, train_step

@@ -20,13 +20,13 @@ from torch import Tensor, nn
 from torch.utils.data import DistributedSampler
 
 from common.data.datasets import Batch
-from common.distributed.process_group import process_group
 from common.errors import UsageError
 from common.randomness import derive_seed
 from common.training.metrics import MetricsWriter, read_metrics
 from ddp.config import TrainConfig
 from ddp.data import load_data
 from ddp.job import Job
+from ddp.rendezvous.process_group import process_group
 from ddp.resilience.device_guard import DeviceGuard
 from ddp.resilience.guard import NO_FLAGS, Flags, ResilientGuard, sum_of_gradients
 from ddp.train import build_job, train_step

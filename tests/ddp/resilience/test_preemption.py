@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 
 from common.data.datasets import ImageData
-from common.distributed.process_group import DistEnv
+from common.distributed.dist_env import DistEnv
 from common.reporting import report
 from common.reporting.report import finish
 from common.signals.stop_request import INTERRUPTED, REQUEUE, SAME_REQUEST_S

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from common.distributed.process_group import DistEnv, process_group
+from common.distributed.dist_env import DistEnv
+from ddp.rendezvous.process_group import process_group
 from ddp.resilience import replica_check
 from ddp.resilience.replica_check import (
     MOST_NAMED,

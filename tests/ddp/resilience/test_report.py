@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from common.distributed.process_group import process_group
 from common.errors import UsageError
 from ddp.data import load_data
 from ddp.job import Job, StepGuard
+from ddp.rendezvous.process_group import process_group
 from ddp.resilience.device_guard import DeviceGuard
 from ddp.resilience.guard import Flags, ResilientGuard
 from ddp.train import build_job, train_step

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from common.distributed.process_group import process_group
 from common.errors import UsageError
 from common.files.atomic_files import write_json
 from common.files.run_directory import LAUNCH_FILE
 from ddp.data import load_data
+from ddp.rendezvous.process_group import process_group
 from ddp.resilience.resume import agents_of, is_restart, open_run
 from tests.ddp.jobs import small
 from tests.ddp.resilience.test_resume import NEWER, SETTINGS, save

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from common.cli import flag_of
-from common.distributed.process_group import process_group
 from common.errors import UsageError
 from common.files.run_directory import CONFIG_FILE, REQUEUE_FILE
 from ddp.checkpoint import storage
@@ -17,6 +16,7 @@ from ddp.checkpoint.directory import SAVING
 from ddp.checkpoint.storage import FOLDER
 from ddp.config import TrainConfig
 from ddp.data import load_data
+from ddp.rendezvous.process_group import process_group
 from ddp.resilience.resume import differences, open_run
 from tests.ddp.checkpoint.samples import contents, forge, manifest
 from tests.ddp.jobs import small

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 from torch import Tensor, nn
 
-from common.distributed.process_group import DistEnv, process_group
+from common.distributed.dist_env import DistEnv
 from common.training.evaluation import Evaluation, evaluate
 from ddp.data import load_data
+from ddp.rendezvous.process_group import process_group
 from ddp.resilience.supervisor import Supervisor
 from ddp.sharded.zero1 import ZeRO1
 from ddp.strategies import SHARDED

@@ -21,11 +21,11 @@ from pathlib import Path
 
 import psutil
 
-from common.distributed.worker_group import rendezvous
 from common.signals import early_signals
 from common.training.metrics import read_metrics
 from ddp import train
 from ddp.checkpoint import directory, storage
+from ddp.rendezvous.worker_group import rendezvous
 from tests.ddp.jobs import without_figures
 from tests.support.launch import REPOSITORY, clean_environment, error_lines
 from tests.support.ranks import forked

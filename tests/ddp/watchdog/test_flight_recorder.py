@@ -1,4 +1,4 @@
-"""common/resilience/flight_recorder.py: the latest collectives, from the recorder of the backend that runs, as torch's tool reads them."""
+"""ddp/watchdog/flight_recorder.py: the latest collectives, from the recorder of the backend that runs, as torch's tool reads them."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from common.distributed.process_group import process_group
-from common.resilience.flight_recorder import write_collectives
+from ddp.rendezvous.process_group import process_group
+from ddp.watchdog.flight_recorder import write_collectives
 from tests.support.launch import run_ranks
 
 

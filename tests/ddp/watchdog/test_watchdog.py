@@ -1,4 +1,4 @@
-"""common/resilience/watchdog.py: all other ranks name a rank that hangs; jobs that do not hang go on."""
+"""ddp/watchdog/watchdog.py: all other ranks name a rank that hangs; jobs that do not hang go on."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.distributed.process_group import DistEnv, process_group
-from common.distributed.worker_group import rendezvous
+from common.distributed.dist_env import DistEnv
 from common.files.run_directory import is_written_by_a_run
-from common.resilience.failure_detector import BEAT_S, Beat, MissingRanks, Position, missing_ranks
-from common.resilience.watchdog import IDLE_S, LISTEN_S, TICK_S, Watchdog
-from tests.common.resilience.hanging import HANG_STEP, Job, hanging_job
+from ddp.rendezvous.process_group import process_group
+from ddp.rendezvous.worker_group import rendezvous
+from ddp.watchdog.failure_detector import BEAT_S, Beat, MissingRanks, Position, missing_ranks
+from ddp.watchdog.watchdog import IDLE_S, LISTEN_S, TICK_S, Watchdog
+from tests.ddp.watchdog.hanging import HANG_STEP, Job, hanging_job
 from tests.support.launch import free_port, run_ranks
 
 ALONE = DistEnv.alone(torch.device("cpu"))
@@ -130,7 +131,7 @@ class Scene:
 
         self.watchdog._over = mock.Mock(wait=wait)
         with (
-            mock.patch("common.resilience.watchdog.time", self),
+            mock.patch("ddp.watchdog.watchdog.time", self),
             mock.patch.object(self.watchdog, "_end", end),
         ):
             try:

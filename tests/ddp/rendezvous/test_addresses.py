@@ -1,4 +1,4 @@
-"""common/distributed/addresses.py: gloo and NCCL offer an interface that the other hosts can reach."""
+"""ddp/rendezvous/addresses.py: gloo and NCCL offer an interface that the other hosts can reach."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import socket
 
 import pytest
 
-from common.distributed import addresses
-from common.distributed.addresses import VARIABLES, addresses_by_interface, interface_towards, offer_interface
 from common.errors import UsageError
+from ddp.rendezvous import addresses
+from ddp.rendezvous.addresses import VARIABLES, addresses_by_interface, interface_towards, offer_interface
 
 LOOPBACK = next(name for name, own in addresses_by_interface().items() if "127.0.0.1" in own)
 FOUND = {"lo": ["127.0.0.1", "::1"], "docker0": ["172.17.0.1"], "eth0": ["10.0.0.5"], "ib0": []}

@@ -1,4 +1,4 @@
-"""common/reporting/profiling.py: traces with the named parts of a step."""
+"""ddp/resilience/profiling.py: traces with the named parts of a step."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch.profiler import record_function
 
-from common.distributed.process_group import process_group
-from common.reporting.profiling import ACTIVE, WAIT, WARMUP, profile_steps
+from ddp.rendezvous.process_group import process_group
+from ddp.resilience.profiling import ACTIVE, WAIT, WARMUP, profile_steps
 from tests.support.launch import REPOSITORY, clean_environment
 
 
@@ -41,8 +41,8 @@ def test_a_profile_on_a_cpu_prints_no_error(tmp_path: Path) -> None:
     program = """
 import pathlib, sys, warnings
 warnings.simplefilter("ignore")  # torch.profiler's own
-from common.distributed.process_group import process_group
-from common.reporting.profiling import ACTIVE, WAIT, WARMUP, profile_steps
+from ddp.rendezvous.process_group import process_group
+from ddp.resilience.profiling import ACTIVE, WAIT, WARMUP, profile_steps
 with process_group("cpu") as env, profile_steps(env, pathlib.Path(sys.argv[1])) as step_done:
     for _ in range(WAIT + WARMUP + ACTIVE + 1):
         step_done()

@@ -14,9 +14,9 @@ import psutil
 import torch
 
 from common.cli import command
-from common.distributed.process_group import DistEnv
-from common.distributed.worker_group import WorkerGroup
+from common.distributed.dist_env import DistEnv
 from common.errors import UsageError
+from ddp.rendezvous.worker_group import WorkerGroup
 
 
 class Service:

@@ -23,17 +23,10 @@ import torch.distributed as dist
 import torch.distributed.nn.functional
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from common.distributed import BACKENDS, DEVICES
-from common.distributed.dist_env import DistEnv, find_dist_env, require_alone
+from common.distributed.dist_env import DistEnv, find_dist_env
 from common.distributed.rank_logging import rank_logging
 from common.errors import UsageError, leaves_together
-from common.launchers import TORCHRUN_VARIABLES
 from common.signals.stop_request import stop_signals, to_be_requeued
-
-__all__ = [
-    "BACKENDS", "DEVICES", "TORCHRUN_VARIABLES", "DistEnv", "clean_exit", "find_dist_env", "open_store", "process_group",
-    "rank_process", "rendezvous_errors", "rendezvous_store", "require_alone", "stop_signals",
-]  # fmt: skip
 
 
 @contextlib.contextmanager
@@ -46,7 +39,7 @@ def process_group(
     :param backend: one of :data:`BACKENDS`; ``auto`` takes NCCL on CUDA and gloo on the CPU
     :param timeout_s: how long a rank waits for the others at the rendezvous, and in each collective
     :param threads: CPU threads for compute, per rank; 0 shares the usable cores among the node's ranks
-    :param settings: the command's, which must be the same on all ranks; see common/distributed/launch_facts.py
+    :param settings: the command's, which must be the same on all ranks; see ddp/rendezvous/launch_facts.py
     :raises UsageError: when only some of torchrun's variables are set, for a port in use, ranks that do not come in time or
         were started differently, NCCL without CUDA, or two of its ranks on one GPU
     """
@@ -85,7 +78,7 @@ def clean_exit(env: DistEnv) -> Iterator[None]:
     Ctrl-C, SIGTERM, SIGUSR1, SIGHUP and the death of torchrun end the block as ``SystemExit``, and forks of loader workers are made safe.
     """
     if sys.version_info < (3, 11, 10):
-        from common.fork_safety import rest_before_forks  # only for Pythons with the defect
+        from ddp.rendezvous.fork_safety import rest_before_forks  # only for Pythons with the defect
 
         rest_before_forks()
     with stop_signals(), _ending_with_agent():
@@ -118,7 +111,7 @@ def _leave_group(env: DistEnv, together: bool) -> None:
 def _ending_with_agent() -> contextlib.AbstractContextManager[None]:
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return contextlib.nullcontext()
-    from common.distributed.agent_watch import ending_with_agent  # only under torchrun
+    from ddp.rendezvous.agent_watch import ending_with_agent  # only under torchrun
 
     return ending_with_agent()
 
@@ -136,7 +129,7 @@ def rendezvous_store(env: DistEnv, timeout_s: float, settings: Any = None) -> St
     store = open_store(env, timeout_s, settings)
     if "RANK" in os.environ:  # a job of ranks
         from common.distributed.agreement import require_agreement
-        from common.distributed.launch_facts import launch_facts
+        from ddp.rendezvous.launch_facts import launch_facts
 
         require_agreement(store, env.rank, env.world_size, launch_facts(env, settings), timeout_s)
     return store
@@ -150,7 +143,7 @@ def open_store(env: DistEnv, timeout_s: float, settings: Any = None) -> Store:
         choose_implementation()
     interface = getattr(settings, "interface", None)
     if "RANK" in os.environ or interface is not None:
-        from common.distributed.addresses import offer_interface
+        from ddp.rendezvous.addresses import offer_interface
 
         offer_interface(os.environ.get("MASTER_ADDR", "localhost"), interface)
     if "RANK" not in os.environ:  # a group of one needs no rendezvous, and so no port
@@ -160,14 +153,14 @@ def open_store(env: DistEnv, timeout_s: float, settings: Any = None) -> Store:
     by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # otherwise rank 0 serves the store
     with _store_errors(env, address, port):
         if not by_agent:
-            from common.distributed.addresses import require_master_address
+            from ddp.rendezvous.addresses import require_master_address
 
             require_master_address(env, address, port, timeout_s)
         store: Store = dist.TCPStore(  # type: ignore[attr-defined]
             address, port, is_master=env.is_main and not by_agent, timeout=timeout, wait_for_workers=False
         )
         if by_agent:
-            from common.distributed.store_prefix import agree_on_prefix  # only under torchrun
+            from ddp.rendezvous.store_prefix import agree_on_prefix  # only under torchrun
 
             return PrefixStore(agree_on_prefix(store, env.rank, env.world_size, timeout_s), store)
         return store  # which ranks come is checked by the caller

@@ -1,4 +1,4 @@
-"""common/distributed/worker_group.py: calls on the ranks, the errors when one fails, and that nothing is left behind."""
+"""ddp/rendezvous/worker_group.py: calls on the ranks, the errors when one fails, and that nothing is left behind."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import psutil
 import pytest
 import torch
 
-from common.distributed.worker_group import WorkerGroup
 from common.errors import UsageError
-from tests.common.distributed.worker_group_functions import Service
+from ddp.rendezvous.worker_group import WorkerGroup
+from tests.ddp.rendezvous.worker_group_functions import Service
 from tests.support.launch import start_command
 
 
@@ -170,7 +170,7 @@ def test_nothing_is_left_in_this_process(end: str) -> None:
 
 @pytest.mark.faults
 def test_no_process_outlives_ctrl_c_or_the_main_process() -> None:
-    with start_command("tests.common.distributed.worker_group_functions") as process:
+    with start_command("tests.ddp.rendezvous.worker_group_functions") as process:
 
         def wait_for_sleep() -> list[int]:
             assert process.stdout is not None

@@ -40,7 +40,8 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from common.distributed.dist_env import DistEnv
 from common.errors import leaves_together, one_line
 from common.files.run_directory import FLIGHT_RECORDER_FOLDER
-from common.resilience.failure_detector import (
+from common.signals.stop_request import end_at_once
+from ddp.watchdog.failure_detector import (
     STORE_S,
     Beat,
     Heartbeats,
@@ -49,7 +50,6 @@ from common.resilience.failure_detector import (
     missing_ranks,
     silent_ranks,
 )
-from common.signals.stop_request import end_at_once
 
 logger = logging.getLogger(__name__)
 
@@ -261,7 +261,7 @@ class Watchdog:
         end_at_once(1)
 
     def _write_collectives(self, folder: Path) -> None:
-        from common.resilience.flight_recorder import write_collectives
+        from ddp.watchdog.flight_recorder import write_collectives
 
         try:
             write_collectives(folder, self._env.rank, self._env.device)

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
-from common.distributed.process_group import DistEnv
+from common.distributed.dist_env import DistEnv
 
 logger = logging.getLogger(__name__)
 

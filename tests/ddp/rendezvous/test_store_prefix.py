@@ -1,4 +1,4 @@
-"""common/distributed/store_prefix.py: ranks that are alive now find each other in a store that is full of what the dead have left."""
+"""ddp/rendezvous/store_prefix.py: ranks that are alive now find each other in a store that is full of what the dead have left."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from common.distributed.store_prefix import agree_on_prefix
+from ddp.rendezvous.store_prefix import agree_on_prefix
 
 PATIENT, HASTY = datetime.timedelta(seconds=60), datetime.timedelta(seconds=0.5)
 

@@ -1,4 +1,4 @@
-"""common/fork_safety.py: a fork waits for C++ threads, and for no others."""
+"""ddp/rendezvous/fork_safety.py: a fork waits for C++ threads, and for no others."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from common import fork_safety as forking
-from common.distributed.process_group import process_group
+from ddp.rendezvous import fork_safety as forking
+from ddp.rendezvous.process_group import process_group
 from tests.support.launch import run_ranks
 
 

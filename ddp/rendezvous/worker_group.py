@@ -30,16 +30,16 @@ from typing import Any
 import torch.multiprocessing
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from common.distributed.process_group import process_group
 from common.errors import UsageError
 from common.signals import stop_request
+from ddp.rendezvous.process_group import process_group
 
 END_S = 5.0  # for a rank to leave its group
 ENDLESS_S = 1e6  # a call may take as long as it takes
 ECHO_S = 0.5  # until the death of a rank is seen; other ranks may report their broken connections before that
 
 _context = torch.multiprocessing.get_context("forkserver")
-_PRELOADED = ("torch", "common.distributed.worker_group")
+_PRELOADED = ("torch", "ddp.rendezvous.worker_group")
 _context.set_forkserver_preload(list(_PRELOADED))
 
 
@@ -61,7 +61,7 @@ class WorkerGroup:
     :param world_size: number of ranks
     :param build: importable by name; ``build(env, *arguments)`` makes a rank's service, within its process group
     :param arguments: of ``build``
-    :param device: see :func:`common.distributed.process_group.process_group`, also for ``backend`` and ``threads``
+    :param device: see :func:`ddp.rendezvous.process_group.process_group`, also for ``backend`` and ``threads``
     :param backend: one of :data:`common.distributed.BACKENDS`
     :param threads: CPU threads per rank
     :param timeout_s: for the start and for each collective

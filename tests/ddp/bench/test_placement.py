@@ -1,4 +1,4 @@
-"""``common.distributed.placement``: which device a benchmark's ranks get, on machines with any number of GPUs."""
+"""``ddp.bench.placement``: which device a benchmark's ranks get, on machines with any number of GPUs."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import re
 
 import pytest
 
-from common.distributed.placement import Placement, place_ranks
 from common.errors import UsageError
+from ddp.bench.placement import Placement, place_ranks
 from tests.support.fake_gpu import pretend_gpus
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from common.cli import command
-from common.distributed.process_group import process_group
 from common.distributed.rank_logging import rank_logging
+from ddp.rendezvous.process_group import process_group
 
 
 @command

@@ -5,7 +5,7 @@ close. So no rank decides alone which rank failed first. Each reports what it se
 and proposes a decision, and the first proposal that reaches the store is the decision of all ranks.
 
 The reports are *heartbeats*: where a rank's main thread is, once a second, or that it has failed. They go on in a thread, while the
-main thread may wait without end; :mod:`common.resilience.watchdog` reads them when it has waited for too long.
+main thread may wait without end; :mod:`ddp.watchdog.watchdog` reads them when it has waited for too long.
 """
 
 from __future__ import annotations

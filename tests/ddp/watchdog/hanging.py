@@ -16,11 +16,11 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from common.distributed.process_group import process_group
 from common.distributed.rank_logging import add_log_file, rank_logging
-from common.resilience import watchdog as watchdog_module
-from common.resilience.watchdog import Watchdog
 from common.signals.stop_request import StopRequest
+from ddp.rendezvous.process_group import process_group
+from ddp.watchdog import watchdog as watchdog_module
+from ddp.watchdog.watchdog import Watchdog
 from tests.support.ranks import forked
 
 HANG_STEP = 5

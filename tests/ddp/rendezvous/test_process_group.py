@@ -1,4 +1,4 @@
-"""common/distributed/process_group.py: finding a place in the job, and leaving it cleanly."""
+"""ddp/rendezvous/process_group.py: finding a place in the job, and leaving it cleanly."""
 
 from __future__ import annotations
 
@@ -17,15 +17,10 @@ import torch
 import torch.distributed as dist
 
 from common.distributed import dist_env
-from common.distributed.process_group import (
-    TORCHRUN_VARIABLES,
-    DistEnv,
-    clean_exit,
-    find_dist_env,
-    process_group,
-    rendezvous_errors,
-)
+from common.distributed.dist_env import DistEnv, find_dist_env
 from common.errors import UsageError
+from common.launchers import TORCHRUN_VARIABLES
+from ddp.rendezvous.process_group import clean_exit, process_group, rendezvous_errors
 from tests.support.fake_gpu import pretend_gpus
 from tests.support.launch import run_command, run_ranks
 

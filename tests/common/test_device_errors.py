@@ -1,4 +1,4 @@
-"""common/resilience/device_errors.py: memory that ran out, as one line that says what took it and what to lower."""
+"""common/device_errors.py: memory that ran out, as one line that says what took it and what to lower."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from common.device_errors import device_errors
 from common.errors import UsageError
-from common.resilience.device_errors import device_errors
 from common.training.recipes import LearningConfig
 from dataparallel.train import DataParallelConfig
 from ddp.config import TrainConfig
