@@ -25,7 +25,7 @@ class DividesByTheCalls(AverageEach):
     """A layer's gradient is divided by how often forward has called the layer."""
 
     def prepare(self) -> None:
-        self.calls: Counter[nn.Module] = Counter()
+        self.calls: Counter[Any] = Counter()
         for layer in self.module.modules():
             layer.register_forward_hook(self.count)
 
