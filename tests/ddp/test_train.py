@@ -71,6 +71,28 @@ def test_micro_steps_equal_one_big_batch() -> None:
         assert divided.losses == pytest.approx(whole.losses, rel=1e-6)
 
 
+def dropped(config: TrainConfig) -> list[bytes]:
+    """The units that dropout keeps on this rank, in each micro-step of two steps."""
+    masks: list[bytes] = []
+    with process_group(threads=1) as env:
+        job = build_job(config, env, load_data(config, env))
+        (dropout,) = [part for part in job.network.modules() if isinstance(part, torch.nn.Dropout)]
+        dropout.register_forward_pre_hook(lambda _, inputs: (inputs[0] * 0 + 1,))
+        dropout.register_forward_hook(lambda *call: masks.append(call[-1].detach().bool().numpy().tobytes()))
+        batches = job.guard.batches(job.loader)
+        for _ in range(2):
+            train_step(job, batches)
+    return masks
+
+
+def test_each_rank_drops_other_units_in_each_micro_step() -> None:
+    """Dropout is a function of (seed, step, micro-step, rank), and alike in no two of them."""
+    config = small(train_samples=96, batch_size=24, grad_accumulation_steps=2, dropout=0.5)
+    masks = run_ranks(dropped, 2, config)
+    assert len({mask for of_rank in masks for mask in of_rank}) == 8
+    assert run_ranks(dropped, 2, config) == masks
+
+
 def bytes_per_step(config: TrainConfig) -> tuple[list[int], int]:
     """The bytes that DDP sends in each of three steps, and the bytes of one set of gradients."""
     with process_group() as env:
