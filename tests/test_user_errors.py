@@ -137,8 +137,8 @@ WRONG: dict[str, list[str | tuple[str, str]]] = {
     ],
     "dataloading.bench --output {here}/bench": [
         "--workers -1",
-        "--workers many",
-        ("--workers=", r"--workers: the value is empty"),
+        ("--workers many", r"--workers: invalid int value: 'many'"),
+        ("--workers=", r"--workers: invalid int value: ''"),
         "--batch-size 0",
         ("--loader slow", r"--loader: invalid choice: 'slow'"),
         ("--decoder guess", r"--decoder: invalid choice: 'guess'"),

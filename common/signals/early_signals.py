@@ -1,8 +1,8 @@
 """Stop signals during the imports, which take seconds: one line, and the status that they have later.
 
 Python's default would be a traceback from inside an import for Ctrl-C, and for SIGTERM a status that no scheduler takes for a
-preemption. Each of our packages calls :func:`handle_signals_of_a_command`, before anything heavy is imported. Nothing is open by
-then, so the process may end at once.
+preemption. Each subject's package calls :func:`common.signals.handle_signals_of_a_command`, before anything heavy is
+imported. Nothing is open by then, so the process may end at once.
 """
 
 from __future__ import annotations
@@ -10,26 +10,13 @@ from __future__ import annotations
 import atexit
 import os
 import signal
-import sys
 import types
 
-from common.signals import stop_request
 from common.signals.stop_request import SIGNALS, exit_status, is_requeued
 
 # The signals that are handled here; none in a process that was not started as a command.
 _handled: list[signal.Signals] = []
 _status: int | None = None  # of a command that has ended
-
-
-def handle_signals_of_a_command(requeued: str = "") -> None:
-    """Call :func:`handle_signals` if ``python -m`` imports a package, to run one of its modules as a command.
-
-    :param requeued: the module that a scheduler starts again after a signal
-    """
-    if requeued:
-        stop_request.requeued_command = requeued
-    if sys.argv[:1] == ["-m"]:
-        handle_signals()
 
 
 def handle_signals() -> None:

@@ -24,6 +24,8 @@ from collections.abc import Callable, Iterable, Iterator
 from multiprocessing.util import register_after_fork
 from typing import Any, NoReturn
 
+from common import signals
+
 PAUSE_S = 0.01  # until the finalizer is over
 
 
@@ -64,7 +66,6 @@ INTERRUPTED = 130  # the status that a shell reports for a command that Ctrl-C e
 STOPPED = tuple(128 + number for number in SIGNALS)  # statuses of commands that are not requeued
 
 STUCK_S = 5.0  # a signal waits so long for the main thread to come back from C++; then the process ends
-requeued_command = ""  # which a scheduler starts again; the package that has such a command sets it
 
 
 class StopTogether(SystemExit):
@@ -159,7 +160,7 @@ def to_be_requeued() -> Iterator[None]:
 
 def is_requeued() -> bool:
     """Whether a scheduler starts this process's command again after a signal other than Ctrl-C."""
-    return requeued_command in sys.orig_argv
+    return signals.requeued_command in sys.orig_argv
 
 
 def handled_signals() -> list[signal.Signals]:

@@ -6,7 +6,7 @@ the optimizer. The default (ddp/job.py) does nothing. This one
 - saves the state that a skipped step would leave behind, BatchNorm's statistics and the metrics, and restores it;
 - reports that a signal asked this rank to stop, that a checkpoint is due, that it met a user error, or that its loss is inf or
   nan. The step sums the reports of all ranks, so all stop, save, fail or skip after the same step;
-- skips a step whose loss or gradients are not finite (ddp/resilience/nonfinite.py);
+- skips a step whose loss or gradients are not finite. One such step would make every weight nan, on every rank, for good;
 - tells the watchdog where this rank is.
 
 It reads the sum and the norm in every step, which costs nothing on a CPU. For a GPU there is ddp/resilience/device_guard.py.
@@ -15,12 +15,15 @@ It reads the sum and the norm in every step, which costs nothing on a CPU. For a
 from __future__ import annotations
 
 import itertools
+import logging
+import math
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from common.data.datasets import Batch
@@ -31,9 +34,10 @@ from common.signals.stop_request import StopRequest
 from common.training.optimization import local
 from ddp.checkpoint.checkpointer import Checkpointer
 from ddp.job import Job, StepGuard
-from ddp.resilience.nonfinite import report_skipped
 from ddp.resilience.warm_up import warm_up
 from ddp.watchdog.failure_detector import Position
+
+logger = logging.getLogger("ddp.train")
 
 T = TypeVar("T")
 
@@ -200,6 +204,36 @@ class ResilientGuard(StepGuard):
 
     def wait_for_device(self) -> None:
         """Return when the host knows the flags of all steps until now. A collective. On a CPU it always knows them."""
+
+
+def report_skipped(job: Job, step: int, losses: list[Tensor]) -> None:
+    """Log a step of the present epoch once, as skipped, and record its samples, to be looked at or run again. A collective.
+
+    :param step: its number, from 1
+    :param losses: this rank's, one per micro-step
+    :raises UsageError: on every rank, when more than ``--max-skipped-steps`` were skipped
+    """
+    everyone: list[list[float]] = [[]] * job.env.world_size
+    dist.all_gather_object(everyone, [loss.item() for loss in losses])
+    not_finite = {rank: [x for x in own if not math.isfinite(x)] for rank, own in enumerate(everyone)}
+    what = [f"the loss was {own[0]} on rank {rank}" for rank, own in not_finite.items() if own]
+    cause = f"{', '.join(what) or 'a gradient was not finite'} at step {step}"
+    job.skipped_steps += 1
+    samples = job.sampler.global_batch(step - 1 - job.epoch * job.sampler.steps_per_epoch).tolist()
+    job.record("skipped", step, losses=everyone, samples=samples)
+    most = job.config.max_skipped_steps
+    if job.skipped_steps > most:
+        error = UsageError(
+            f"{cause}: {job.skipped_steps} steps had to be skipped, more than --max-skipped-steps {most}: try a lower "
+            "--lr or --clip-norm, and look at that step's samples, which are in metrics.jsonl; none of these steps has "
+            "changed the weights, and --resume continues from the last checkpoint"
+        )
+        error.seen_by_all = True
+        raise error
+    if job.env.is_main:
+        logger.warning(
+            f"{cause}: that step is skipped ({job.skipped_steps} until now); its samples are in metrics.jsonl"
+        )
 
 
 def sum_of_gradients(parameters: Iterable[nn.Parameter]) -> Tensor:

@@ -44,7 +44,7 @@ def line_for(error: Exception, device: torch.device) -> str:
     assert caught.value.__cause__ is error
     message = str(caught.value)
     assert len(message.splitlines()) == 1
-    return re.sub(r" in line_for \(resilience/test_device_errors.py:\d+\)", "", message)
+    return re.sub(r" in line_for \(common/test_device_errors.py:\d+\)", "", message)
 
 
 @pytest.mark.usefixtures("gpu")
@@ -131,7 +131,7 @@ def test_two_ranks_without_memory_say_so_once(tmp_path: Path) -> None:
     model = f"{__name__}:build"
     done = run_torchrun(2, "ddp.train", "--model", model, "--train-samples", "200", "--run-dir", str(tmp_path / "run"))
     (line,) = error_lines(done.stderr)
-    assert line.startswith("error: out of memory in forward (resilience/test_device_errors.py:")
+    assert line.startswith("error: out of memory in forward (common/test_device_errors.py:")
     assert (
         "asked for 4000000000000000 bytes: try more than --grad-accumulation-steps 1 or less than --batch-size" in line
     )

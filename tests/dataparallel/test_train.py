@@ -75,7 +75,7 @@ def test_on_one_device_it_is_ddp_train_bit_for_bit(tmp_path: Path, precision: st
 
 @pytest.mark.parametrize("devices", [2, 3])
 def test_devices_agree(devices: int) -> None:
-    """Of a model whose samples do not depend on each other, so not of one with BatchNorm."""
+    """The model is one whose samples do not depend on each other, so it has no BatchNorm."""
     alone, divided = job_on(1, model="mlp"), job_on(devices, model="mlp")
     expected, totals = train_epoch(alone, 0), train_epoch(divided, 0)
     assert totals.loss == pytest.approx(expected.loss, rel=1e-5)

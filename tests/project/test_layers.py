@@ -141,7 +141,7 @@ def test_common_does_not_name_a_subject() -> None:
 
 
 def test_the_subjects_are_siblings() -> None:
-    """Of the three subjects, only ``ddp/data.py`` and the benchmark of scaling import another."""
+    """Only ``ddp/data.py`` and the benchmark of scaling import another of the three subjects."""
     between = {
         edge: (part, other.partition(".")[0])
         for edge, part, other in edges_of_parts()

@@ -1,4 +1,4 @@
-"""What cannot be right on shards: each refusal is a function, which names the parameter and what to do instead.
+"""Refusals of programs that cannot be right on shards: each is a function, which names the parameter and what to do instead.
 
 A new one goes into :data:`BEFORE_SHARDING`, if the module shows it; into :class:`AsSharded`, which is asked before each pass, if only
 what users do later shows it.

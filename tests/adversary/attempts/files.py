@@ -91,7 +91,7 @@ def with_code(here: Path) -> None:
     forge(path)
 
 
-# What could harm the memory of the run that continues. Evaluation needs none of it. (tests/ddp/checkpoint/test_state.py has more.)
+# Contents that could harm the memory of the run that continues. Evaluation needs none of it. (tests/ddp/checkpoint/test_state.py has more.)
 OF_TRAINING: list[tuple[Callable[[Path], None], str]] = [
     (
         of_tensors("optimizer", with_momentum(torch.zeros(3))),

@@ -221,7 +221,7 @@ def tiny(tmp_path: Path) -> Path:
 def test_what_was_downloaded_reads_as_the_original(
     use_mirrors: Callable[[list[str], Path], None], original: dict[str, bytes], tmp_path: Path
 ) -> None:
-    """What was downloaded reads as the original.
+    """Downloaded files read as the original.
 
     Claim (README.md): Fashion-MNIST in torchvision's layout, as plain files, from Debian's package, or downloaded
     once per node.

@@ -15,7 +15,7 @@ from common.reporting.other_work import _counters, doubt
     [(20.0, False), (18.5, False), (16.0, True), (5.0, True), (600.0, False)],
 )
 def test_cores_that_others_use_are_a_doubt(free: float, disturbed: bool) -> None:
-    """Of ten seconds on two cores. (With a cgroup's quota, there are more cores than the two that may be used.)"""
+    """The share of ten seconds on two cores. (With a cgroup's quota, there are more cores than the two that may be used.)"""
     assert (doubt(10.0, free, 2) is not None) == disturbed
 
 

@@ -50,7 +50,7 @@ def running(function: Callable[..., None], *arguments: Any) -> Iterator[tuple[Ba
 
 
 def heard(pipe: Connection) -> Any:
-    """What the process sends next."""
+    """The line that the process sends next."""
     assert pipe.poll(PATIENCE_S), "nothing was heard"
     return pipe.recv()
 

@@ -425,7 +425,7 @@ def kept(training: Iterable[tuple[str, Results]]) -> list[tuple[str, Results]]:
 
 
 def difference(ours: Any, theirs: Any, tolerance: float) -> str | None:
-    """What is not the same in two results."""
+    """The differences of two results."""
     if not isinstance(ours, Tensor) or not isinstance(theirs, Tensor):
         return None if ours is None and theirs is None else f"{ours} instead of {theirs}"
     if ours.dtype != theirs.dtype or ours.shape != theirs.shape:

@@ -1,4 +1,4 @@
-"""ddp/resilience/nonfinite.py: a step whose loss or gradient is not finite changes nothing on any rank, and is written down.
+"""ddp/resilience/guard.py: a step whose loss or gradient is not finite changes nothing on any rank, and is written down.
 
 By both guards: the one that reads in every step, and the one that lets the device decide and reads a step later.
 """
@@ -45,7 +45,7 @@ Guard = type[ResilientGuard]
 
 
 class State(NamedTuple):
-    """What a skipped step must not change."""
+    """The state that a skipped step must not change."""
 
     network: dict[str, Any]
     optimizer: dict[str, Any]
@@ -53,7 +53,7 @@ class State(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """What a rank had before and after the step that goes wrong, and after the next."""
+    """A rank before and after the step that goes wrong, and after the next."""
 
     before: State
     after: State
@@ -220,7 +220,7 @@ def test_the_scaler_skips_a_gradient_that_overflows_by_itself(tmp_path: Path, gu
 
 
 def too_many(config: TrainConfig, guard: Guard) -> tuple[str, int, bool]:
-    """What is said of the last of these steps, all of which go wrong; and whether the weights are as they were."""
+    """The line about the last of these steps, all of which go wrong; and whether the weights are as they were."""
     with started(config, guard) as (job, batches):
         before = copy.deepcopy(job.network.state_dict())
         for _ in range(config.max_skipped_steps):

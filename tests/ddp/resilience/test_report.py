@@ -144,7 +144,7 @@ def test_the_guard_changes_no_bit(tmp_path: Path) -> None:
 
 
 def order_of_collectives(folder: Path) -> list[str]:
-    """What a step sums, in the order in which it begins: the report, then gradients; and when the report is waited for."""
+    """The events of a step, in their order: its first parameter's gradients, and the report's beginning and end."""
     events: list[str] = []
     begin = dist.all_reduce
 

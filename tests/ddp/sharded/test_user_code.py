@@ -139,7 +139,7 @@ def alone(stage: int) -> None:
 
 
 def written_before_backward(stage: int) -> None:
-    """What a backward pass needs may not be written before; what it does not need, may."""
+    """A weight that a backward pass needs may not be written before it; one that it does not need, may."""
     pair = Pair(stage)
     loss = pair.model(inputs(0)).mean()
     pair.step(1)
@@ -204,7 +204,7 @@ def converted(stage: int) -> None:
 
 
 def frozen_and_unfrozen(stage: int) -> None:
-    """What is frozen before stays whole and as it is; freezing and unfreezing later is refused, of whole parameters and of shards."""
+    """A parameter that is frozen before stays whole and as it is; freezing and unfreezing later is refused, of whole parameters and of shards."""
     pair = Pair(stage, frozen_below)
     for number in range(2):
         pair.step(number)
