@@ -90,7 +90,7 @@ example two-gpus 'one rank per GPU, over NCCL' 2 \
 example audit 'whether a script of yours does distributed training right; here one that does not' - \
     'python -m ddp.audit OPTIONS -- ddp/museum/replicas/around_the_wrapper.py || test $? = 1'
 example audit-again 'whether it comes to the same on other ranks, with more micro-steps, and killed and resumed' - \
-    'python -m ddp.audit OPTIONS --vary ranks,micro-steps,resume --batch-flag batch-size --accumulation-flag micro-steps -- ddp/audit/peers/torch_alone.py {run} --batch-size 12 --micro-steps 2'
+    'python -m ddp.audit OPTIONS --vary ranks,micro-steps,resume --batch-flag batch-size --accumulation-flag micro-steps -- ddp/audit/libraries/torch_alone.py {run} --batch-size 12 --micro-steps 2'
 example museum 'a silent bug of distributed training, as it was found and fixed, with what the audit says' - \
     'python -m ddp.museum mean_of_means OPTIONS'
 example gpu-check 'all that a machine without a GPU cannot prove, tried on this one in ten minutes, with a summary to keep' time \

@@ -1,20 +1,14 @@
-"""The machine: the cores that this process may use, its allocator, and a description for the JSON of every result."""
+"""The machine: the cores that this process may use, and its allocator."""
 
 from __future__ import annotations
 
 import ctypes
-import datetime
 import logging
 import os
 import platform
-import subprocess
-import sys
-from importlib import metadata
 from pathlib import Path
 
 logger = logging.getLogger(__name__)
-
-PACKAGES = ("torch", "torchvision", "pillow", "numpy", "matplotlib")
 
 
 def usable_cores(pid: int = 0) -> int:
@@ -73,51 +67,3 @@ def set_malloc(**options: int) -> bool:
     if platform.libc_ver()[0] != "glibc":
         return False
     return all(ctypes.CDLL(None).mallopt(numbers[name], value) for name, value in options.items())
-
-
-def describe_machine() -> dict[str, object]:
-    """Describe the machine, the versions and the command, for the JSON of every result."""
-    import torch
-
-    from common.gpu.devices import count_gpus, kind_of
-
-    gpus = [kind_of(torch.device("cuda", number)) for number in range(count_gpus())]
-    if gpus:
-        from common.gpu.report import gpu_software
-    return {
-        "host": platform.node(),
-        "system": platform.platform(),
-        "processor": _processor_name(),
-        "usable_cores": usable_cores(),
-        "gpus": gpus,
-        **({"gpu_software": gpu_software()} if gpus else {}),
-        "python": platform.python_version(),
-        **{package: metadata.version(package) for package in PACKAGES},
-        "git_commit": git_commit(),
-        "command": " ".join(sys.orig_argv),
-        "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-    }
-
-
-def git_commit() -> str | None:
-    """The commit of the checkout that contains this file, with ``-dirty`` if files were changed; None outside a checkout."""
-
-    def git(*arguments: str) -> str:
-        command = ["git", "-C", str(Path(__file__).parent), *arguments]
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
-
-    try:
-        git(
-            "ls-files", "--error-unmatch", Path(__file__).name
-        )  # fails where this file is installed inside another project's checkout
-        return git("describe", "--always", "--dirty", "--abbrev=12", "--exclude=*")
-    except (OSError, subprocess.SubprocessError):
-        return None
-
-
-def _processor_name() -> str:
-    try:
-        with open("/proc/cpuinfo") as lines:
-            return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor()

@@ -37,13 +37,15 @@ from common.distributed.rank_logging import Progress, add_log_file, rank_logging
 from common.errors import UsageError
 from common.files.atomic_files import write_bytes, write_json
 from common.files.run_directory import CONFIG_FILE, LOG_FOLDER, MODEL_FILE, prepare, require_lock, writing
-from common.machine import describe_machine, usable_cores
+from common.machine import usable_cores
+from common.models.build import LEAST_SAMPLES, build_model
+from common.models.modules import to_device
 from common.randomness import derive_seed, seed_torch, shuffled
+from common.reporting.provenance import describe_machine
 from common.signals.stop_request import stop_signals
 from common.stdout import print_results
 from common.training.evaluation import evaluate, evaluation_batch_size, predict, samples_shown
 from common.training.metrics import MetricsWriter
-from common.training.models import LEAST_SAMPLES, build_model, to_device
 from common.training.optimization import build_optimizer, set_learning_rate
 from common.training.precision import autocast, set_arithmetic
 from common.training.recipes import LearningConfig, load_dataset, require_a_batch

@@ -13,8 +13,8 @@ from common.data import DECODERS
 from common.data.datasets import IN_MEMORY
 from common.distributed import BACKENDS, DEVICES
 from common.errors import UsageError
+from common.models.build import LEAST_SAMPLES, MODELS, TEXT_MODEL, GPTSize, find_own, require_heads
 from common.training.metrics import check_tensorboard
-from common.training.models import LEAST_SAMPLES, MODELS, TEXT_MODEL, GPTSize, find_own, require_heads
 from common.training.precision import PRECISIONS
 from common.training.recipes import LearningConfig
 from ddp.all_reduce import ALL_REDUCES, SHARDABLE

@@ -19,8 +19,8 @@ from common.cli import command, from_settings, option, parse
 from common.distributed import BACKENDS, DEVICES
 from common.distributed.rank_logging import rank_logging
 from common.errors import UsageError
+from common.models.build import build_model
 from common.training.evaluation import evaluate, table
-from common.training.models import build_model
 from common.training.precision import PRECISIONS, set_arithmetic
 from ddp.by_hand.replicas import broadcast, replicated
 from ddp.checkpoint import storage

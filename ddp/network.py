@@ -9,14 +9,16 @@ from torch import Tensor, nn
 
 from common.data.datasets import ImageData
 from common.distributed.dist_env import DistEnv
+from common.errors import UsageError
+from common.models.build import build_model
+from common.models.modules import to_device
 from common.randomness import derive_seed
-from common.training.models import build_model, to_device
-from ddp import by_hand, sharded
+from ddp import sharded
 from ddp.batchnorm import convert_sync_batchnorm
 from ddp.by_hand.replicas import require_same_modules
 from ddp.checkpoint.storage import RunCheckpoint, load_weights
 from ddp.config import TrainConfig
-from ddp.strategies import SHARDED, Averaging
+from ddp.strategies import SHARDED, Averaging, compress_gradients
 
 
 def build_network(
@@ -50,7 +52,33 @@ def wrap_by_hand_or_sharded(network: nn.Module, env: DistEnv, averaging: Averagi
     if averaging.strategy in SHARDED:
         return sharded.shard_network(network, env, averaging.strategy, averaging.all_reduce, precision)
     require_same_network(network, averaging)
-    return by_hand.wrap_by_hand(network, env, averaging)
+    return _wrap_by_hand(network, env, averaging)
+
+
+def _wrap_by_hand(network: nn.Module, env: DistEnv, averaging: Averaging) -> nn.Module:
+    """:raises UsageError: on every rank, for an all-reduce that cannot run here"""
+    # Imported here, so that a job with torch's DDP imports none of it.
+    if averaging.strategy == "naive":
+        from ddp.by_hand.naive import NaiveDistributedDataParallel
+
+        return NaiveDistributedDataParallel(network)
+
+    from ddp.all_reduce.choice import build_all_reduce
+    from ddp.by_hand.wrapper import HandwrittenDistributedDataParallel
+
+    all_reduce = averaging.all_reduce or "backend"
+    on_gpu = env.device.type == "cuda"
+    if on_gpu and all_reduce != "backend":
+        raise UsageError(f"--all-reduce {all_reduce} sums tensors of the CPU, not of {env.device}: use backend")
+    with env.fail_together():  # shared memory may be short on one host
+        algorithm = build_all_reduce(all_reduce)
+    device_ids = [env.device] if on_gpu else None
+    with env.fail_together():
+        model = HandwrittenDistributedDataParallel(
+            network, device_ids, bucket_cap_mb=averaging.bucket_mib, broadcast_buffers=False, all_reduce=algorithm
+        )
+    compress_gradients(model, averaging.gradient_precision)
+    return model
 
 
 def clip_grad_norm_of_shards(parameters: Any, max_norm: float) -> Tensor:

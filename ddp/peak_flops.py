@@ -11,7 +11,7 @@ import re
 import torch
 from torch import Tensor, nn
 
-from common.training.models import evaluating
+from common.models.modules import evaluating
 
 # TFLOP/s without sparsity, in fp16 and bf16, in TF32, and in fp32. The first whose pattern is in the GPU's name counts.
 PEAKS: dict[str, tuple[float, float, float]] = {

@@ -28,7 +28,7 @@ MORE_SHARED_MEMORY = (
     "fewer prefetched batches (--prefetch-factor), fewer workers (--workers), or a loader of threads"
 )
 # The likely reason for each signal that ends a loader process, and the advice.
-KILLED_BY = {
+WORKER_KILLED_BY = {
     signal.SIGKILL: "the kernel does this when memory runs out (see dmesg); use fewer workers or smaller batches",
     signal.SIGBUS: f"shared memory ran out (df /dev/shm); {MORE_SHARED_MEMORY}",
     signal.SIGTERM: "another process asked it to end",
@@ -89,7 +89,9 @@ def explain(error: BaseException) -> str | None:
     if worker:
         return f"loader worker (pid {worker[1]}) was killed: {_reason(error)}"
     if isinstance(error, (OSError, EOFError)) and _in_ipc(error):
-        return f"a loader worker was killed while it handed over a batch: most often, {KILLED_BY[signal.SIGKILL]}"
+        return (
+            f"a loader worker was killed while it handed over a batch: most often, {WORKER_KILLED_BY[signal.SIGKILL]}"
+        )
     if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE) or "Too many open files" in text:
         return (
             "too many open files: each prefetched batch holds some; raise the limit (ulimit -n 65536), or use fewer "
@@ -105,8 +107,10 @@ def _reason(error: BaseException) -> str:
     # HACK: the local variable of DataLoader's _try_get_data. Under another name, only the likeliest reason is told.
     frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
     dead = [worker for frame in frames for worker in frame.f_locals.get("failed_workers", [])]
-    known = (KILLED_BY[signal.Signals(-worker.exitcode)] for worker in dead if -worker.exitcode in KILLED_BY)
-    return next(known, f"most often, {KILLED_BY[signal.SIGKILL]}")
+    known = (
+        WORKER_KILLED_BY[signal.Signals(-worker.exitcode)] for worker in dead if -worker.exitcode in WORKER_KILLED_BY
+    )
+    return next(known, f"most often, {WORKER_KILLED_BY[signal.SIGKILL]}")
 
 
 def _in_ipc(error: BaseException) -> bool:

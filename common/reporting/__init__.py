@@ -1,0 +1,1 @@
+"""Results: their tables, figures and JSON, and benchmarks that take turns."""

@@ -27,9 +27,9 @@ from common.distributed.dist_env import DistEnv, require_alone
 from common.distributed.rank_logging import Progress, rank_logging
 from common.files.atomic_files import write_json
 from common.files.run_directory import files_line, prepare_output, results_in
-from common.machine import describe_machine
 from common.reporting.clock import clock_of
 from common.reporting.other_work import OtherWork
+from common.reporting.provenance import describe_machine
 from common.reporting.timing import Spread, interleave, paired_ratios
 
 logger = logging.getLogger(__name__)

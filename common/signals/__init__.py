@@ -2,17 +2,13 @@
 
 import sys
 
-requeued_command = ""  # the module that a scheduler starts again after a signal; its package names it
 
-
-def handle_signals_of_a_command(requeued: str = "") -> None:
+def handle_signals_of_a_command(requeued: str | None = None) -> None:
     """Let a stop signal end this process in a line, if ``python -m`` imports a package, to run one of its modules.
 
-    :param requeued: see :data:`requeued_command`
+    :param requeued: the package's module that a scheduler starts again after a signal
     """
-    global requeued_command
-    requeued_command = requeued or requeued_command
     if sys.argv[:1] == ["-m"]:
         from common.signals.early_signals import handle_signals  # only in a command
 
-        handle_signals()
+        handle_signals(requeued)

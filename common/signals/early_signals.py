@@ -12,6 +12,7 @@ import os
 import signal
 import types
 
+from common.signals import stop_request
 from common.signals.stop_request import SIGNALS, exit_status, is_requeued
 
 # The signals that are handled here; none in a process that was not started as a command.
@@ -19,8 +20,12 @@ _handled: list[signal.Signals] = []
 _status: int | None = None  # of a command that has ended
 
 
-def handle_signals() -> None:
-    """From here on, a stop signal ends this process; a signal that it was started to ignore (``nohup``) stays ignored."""
+def handle_signals(requeued: str | None = None) -> None:
+    """From here on, a stop signal ends this process; a signal that it was started to ignore (``nohup``) stays ignored.
+
+    :param requeued: the module that a scheduler starts again after a signal
+    """
+    stop_request.requeued_command = requeued
     _handled.extend(number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN)
     for number in _handled:
         signal.signal(number, _end)

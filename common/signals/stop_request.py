@@ -24,8 +24,6 @@ from collections.abc import Callable, Iterable, Iterator
 from multiprocessing.util import register_after_fork
 from typing import Any, NoReturn
 
-from common import signals
-
 PAUSE_S = 0.01  # until the finalizer is over
 
 
@@ -65,6 +63,7 @@ REQUEUE = 75  # EX_TEMPFAIL of sysexits.h: a temporary failure; the scheduler sh
 INTERRUPTED = 130  # the status that a shell reports for a command that Ctrl-C ended
 STOPPED = tuple(128 + number for number in SIGNALS)  # statuses of commands that are not requeued
 
+requeued_command: str | None = None  # the module that a scheduler starts again after a signal; its package names it
 STUCK_S = 5.0  # a signal waits so long for the main thread to come back from C++; then the process ends
 
 
@@ -160,7 +159,7 @@ def to_be_requeued() -> Iterator[None]:
 
 def is_requeued() -> bool:
     """Whether a scheduler starts this process's command again after a signal other than Ctrl-C."""
-    return signals.requeued_command in sys.orig_argv
+    return requeued_command in sys.orig_argv
 
 
 def handled_signals() -> list[signal.Signals]:

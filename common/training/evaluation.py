@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from common.data.datasets import Batch, BatchKey, ImageData
 from common.distributed.dist_env import DistEnv
 from common.errors import printable
-from common.training.models import evaluating
+from common.models.modules import evaluating
 from common.training.precision import autocast
 
 # Images of 28 x 28 per rank, by the device's type. Without gradients, memory holds more than in training, and a GPU is not busy

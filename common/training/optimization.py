@@ -23,7 +23,7 @@ def build_optimizer(
     """``sgd`` (Nesterov when there is momentum), ``adam`` or ``adamw``; each step sets its learning rate.
 
     The fused kernels update all parameters in one pass; torch has them for floating-point parameters on the CPU and CUDA.
-    They update memory from its start on, so a parameter with gaps would be updated wrongly: see :func:`common.training.models.make_dense`.
+    They update memory from its start on, so a parameter with gaps would be updated wrongly: see :func:`common.models.modules.make_dense`.
     """
     parameters = list(parameters)
     fused = all(parameter.is_floating_point() for parameter in parameters)

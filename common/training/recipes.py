@@ -15,7 +15,7 @@ from common.cli import is_function_name, option
 from common.data import datasets
 from common.data.datasets import IN_MEMORY, Augmentation, ImageData
 from common.errors import UsageError
-from common.training.models import LEAST_SAMPLES, MODELS
+from common.models.build import LEAST_SAMPLES, MODELS
 from common.training.optimization import learning_rate
 from common.training.precision import PRECISIONS
 

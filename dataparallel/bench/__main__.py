@@ -19,10 +19,10 @@ import torch
 from common.cli import command, option
 from common.errors import UsageError
 from common.machine import usable_cores
+from common.models.build import LEAST_SAMPLES, MODELS
 from common.reporting.benchmark_figures import plot_stacked
 from common.reporting.timing import interleave
 from common.reporting.turns import WARMUP, Rounds, run_benchmark, write_report
-from common.training.models import LEAST_SAMPLES, MODELS
 from dataparallel.bench.variants import MODES, PLAIN, STEP_BY_STEP, build_variants
 from dataparallel.bench.verdict import Point, explain
 from dataparallel.devices import parse_devices

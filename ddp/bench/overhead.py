@@ -29,11 +29,11 @@ from common.distributed import DEVICES
 from common.distributed.dist_env import DistEnv
 from common.distributed.rank_logging import rank_logging
 from common.files.run_directory import prepare_output, results_in
+from common.models.build import MODELS
 from common.reporting.benchmark_figures import plot_rounds
 from common.reporting.other_work import OtherWork
 from common.reporting.timing import Spread, paired_ratios
 from common.reporting.turns import Step, Times, cells, progress_of, take_turns, timed_steps, write_report
-from common.training.models import MODELS
 from common.training.optimization import build_optimizer
 from common.training.precision import PRECISIONS, autocast
 from common.training.recipes import load_dataset

@@ -27,10 +27,10 @@ from common.distributed import DEVICES
 from common.distributed.dist_env import DistEnv
 from common.errors import UsageError
 from common.machine import usable_cores
+from common.models.build import MODELS
 from common.reporting.benchmark_figures import plot_stacked
 from common.reporting.timing import NOISE, paired_ratio
 from common.reporting.turns import Times, cells, progress_of, table, take_turns, timed_steps, write_report
-from common.training.models import MODELS
 from common.training.precision import PRECISIONS
 from common.training.recipes import load_dataset
 from dataparallel.parallel import HandwrittenDataParallel

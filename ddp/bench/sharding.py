@@ -22,10 +22,10 @@ from torch import nn
 
 from common.cli import option
 from common.distributed.dist_env import DistEnv
+from common.models.build import require_heads
+from common.models.gpt import GPT
 from common.reporting.benchmark_figures import plot_rounds
 from common.reporting.turns import Step, Times, cells, progress_of, ratios, table, write_report
-from common.training.gpt import GPT
-from common.training.models import require_heads
 from ddp.bench.comparison import TurnsConfig, compare, training_step
 from ddp.bench.variants import DDPVariant
 

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from common.distributed.dist_env import DistEnv
+from common.models.build import MODELS, build_model
 from common.reporting.turns import Step
-from common.training.models import MODELS, build_model
 from common.training.optimization import build_optimizer
 from ddp.all_reduce.choice import build_all_reduce
 from ddp.bench.comparison import training_step

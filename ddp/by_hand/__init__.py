@@ -9,7 +9,7 @@ join.py       beside it: ranks with different numbers of batches
     from ddp.by_hand import HandwrittenDistributedDataParallel, NaiveDistributedDataParallel
 
 To use it elsewhere, copy this folder with base.py, sharded.py and backend.py of ddp/all_reduce/, common/errors.py, and
-__init__.py and agreement.py of common/distributed/. naive.py needs replicas.py and buckets.py. strategies.py belongs to ddp.train.
+__init__.py and agreement.py of common/distributed/. naive.py needs replicas.py and buckets.py.
 """
 
 from __future__ import annotations
@@ -20,21 +20,18 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ddp.by_hand.join import JoinableDistributedDataParallel
     from ddp.by_hand.naive import NaiveDistributedDataParallel
-    from ddp.by_hand.strategies import wrap_by_hand
     from ddp.by_hand.wrapper import HandwrittenDistributedDataParallel
 
 __all__ = [
     "HandwrittenDistributedDataParallel",
     "JoinableDistributedDataParallel",
     "NaiveDistributedDataParallel",
-    "wrap_by_hand",
 ]
 
 _MODULES = {
     "NaiveDistributedDataParallel": "naive",
     "HandwrittenDistributedDataParallel": "wrapper",
     "JoinableDistributedDataParallel": "join",
-    "wrap_by_hand": "strategies",
 }
 
 

@@ -5,7 +5,7 @@
 
 ``inspect`` reads every byte and lists them; it ends with status 1 if any is damaged. The data, versions and settings of each are in
 its ``manifest.json``. ``sha256sum -c SHA256SUMS`` in a checkpoint's folder reads them, too. ``export`` writes a
-state dict for the plain module of common/training/models.py, which ``torch.load(weights_only=True)`` reads.
+state dict for the plain module of common/models/build.py, which ``torch.load(weights_only=True)`` reads.
 Neither changes anything in the run's directory. If the run is still going on and removes a checkpoint while it is read,
 that one is reported as damaged.
 """

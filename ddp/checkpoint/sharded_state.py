@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from common.distributed.dist_env import DistEnv
 from common.errors import UsageError
 from common.files.run_directory import writing
-from common.training.models import persistent_buffers
+from common.models.modules import persistent_buffers
 from common.training.optimization import STATE_OF
 from ddp.checkpoint.directory import move_into_place, newest, scratch_in
 from ddp.checkpoint.folder import Checkpoint, complete, load, write_entry
@@ -25,7 +25,7 @@ from ddp.checkpoint.shards import (
     WEIGHT,
     Part,
     Region,
-    Shard,
+    SavedShard,
     memory_of,
     open_tensors,
     restore_optimizer,
@@ -159,22 +159,22 @@ def state_of_shard(
     :param buffers: of the plain module, by name
     :param first: whether this is rank 0, which writes also what all ranks have
     """
-    shards: dict[str, Shard] = {}
+    shards: dict[str, SavedShard] = {}
     layout = layout_of(network)
     for name, part in layout.items():
         if first or not part.replicated:
             values = memory_of(part.parameter)
             # torch.save writes whole storages: without the copy, those of the whole parameters.
-            shards[f"{WEIGHT}:{name}"] = Shard(values.clone() if part.in_full else values, part.region)
+            shards[f"{WEIGHT}:{name}"] = SavedShard(values.clone() if part.in_full else values, part.region)
         for key, value in optimizer.state.get(part.parameter, {}).items():
             if value is None:
                 continue
             if value.dim():
-                shards[f"{key}:{name}"] = Shard(memory_of(value), part.region)
+                shards[f"{key}:{name}"] = SavedShard(memory_of(value), part.region)
             elif first:  # Adam's count of steps, the same on every rank
-                shards[f"{key}:{name}"] = Shard.of_whole(value)
+                shards[f"{key}:{name}"] = SavedShard.of_whole(value)
     if first:
-        shards |= {f"{WEIGHT}:{name}": Shard.of_whole(value) for name, value in buffers.items()}
+        shards |= {f"{WEIGHT}:{name}": SavedShard.of_whole(value) for name, value in buffers.items()}
     return shard_content(shards, list(layout), _tied(network.get_submodule("module")))
 
 

@@ -44,14 +44,14 @@ class Region(NamedTuple):
         return cls(0, tuple(tensor.shape), memory_order(tensor))
 
 
-class Shard(NamedTuple):
+class SavedShard(NamedTuple):
     """A shard in memory, or in a mapped file: its values ``[n]``, of any dtype."""
 
     values: Tensor
     region: Region
 
     @classmethod
-    def of_whole(cls, tensor: Tensor) -> Shard:
+    def of_whole(cls, tensor: Tensor) -> SavedShard:
         """A whole tensor as one shard. It is copied only if it has gaps."""
         return cls(in_memory_order(tensor, memory_order(tensor)), Region.of_whole(tensor))
 
@@ -77,7 +77,7 @@ class SavedTensors(NamedTuple):
     """
 
     path: Path
-    shards: Mapping[str, Sequence[Shard]]
+    shards: Mapping[str, Sequence[SavedShard]]
 
     def read(self, name: str, numel: int, region: Region) -> Tensor:
         """The ``numel`` elements of a tensor at this region, ``[numel]``.
@@ -137,7 +137,7 @@ def memory_of(tensor: Tensor) -> Tensor:
     return own.permute(memory_order(own)).view(-1)
 
 
-def shard_content(shards: Mapping[str, Shard], parameters: list[str], tied: dict[str, str]) -> dict[str, Any]:
+def shard_content(shards: Mapping[str, SavedShard], parameters: list[str], tied: dict[str, str]) -> dict[str, Any]:
     """The content of one rank's file, in the types that ``torch.load(weights_only=True)`` reads.
 
     :param parameters: the names of the model's parameters, in the order in which an optimizer numbers them
@@ -157,17 +157,17 @@ def open_tensors(path: Path, parameters: Sequence[str]) -> SavedTensors:
 
     :param parameters: the names of the model's parameters, in the order in which an optimizer numbers them
     """
-    shards: dict[str, list[Shard]] = {}
+    shards: dict[str, list[SavedShard]] = {}
     for key in shard_keys(path):
         for name, (values, *region) in load(path, key, mapped=True)["shards"].items():
-            shards.setdefault(name, []).append(Shard(values, Region(*region)))
+            shards.setdefault(name, []).append(SavedShard(values, Region(*region)))
     if not shards:
         weights, optimizer = load(path, "model", mapped=True), load(path, "optimizer", mapped=True)
         tensors = {f"{WEIGHT}:{name}": value for name, value in weights.items()}
         for number, state in optimizer["state"].items():
             named = {f"{key}:{parameters[number]}": value for key, value in state.items()}
             tensors |= {name: value for name, value in named.items() if value is not None}
-        shards = {name: [Shard.of_whole(value)] for name, value in tensors.items()}
+        shards = {name: [SavedShard.of_whole(value)] for name, value in tensors.items()}
     return SavedTensors(path, shards)
 
 
@@ -214,7 +214,7 @@ def new_state(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> dict
     }
 
 
-def _wrong_shards(shards: Sequence[Shard], shape: tuple[int, ...]) -> str | None:
+def _wrong_shards(shards: Sequence[SavedShard], shape: tuple[int, ...]) -> str | None:
     """The first thing that is wrong with the shards of a tensor that should have this shape, or None.
 
     :param shards: sorted by where they begin

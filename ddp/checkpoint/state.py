@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from common.training.models import persistent_buffers
+from common.models.modules import persistent_buffers
 from common.training.optimization import begin_momentum, set_learning_rate
 from common.training.window import WindowState, WindowTotals
 from ddp.batchnorm import statistics

@@ -3,7 +3,7 @@
     python -m ddp.ladder                     # on Fashion-MNIST where it is found, else on drawn glyphs
 
 A rung is the training loop of the one before with one change (ddp/ladder/rungs.py). All train the same network by the same recipe, and
-take turns of a quarter of an epoch. In a clone, ``python -m maintain.peers`` measures ``ddp.train`` and other libraries beside them.
+take turns of a quarter of an epoch. In a clone, ``python -m maintain.libraries`` measures ``ddp.train`` and other libraries beside them.
 """
 
 from __future__ import annotations

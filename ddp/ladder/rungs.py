@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader, Dataset
 from common.data.datasets import ImageData
 from common.distributed.dist_env import DistEnv
 from common.machine import keep_freed_memory
+from common.models.build import build_model
 from common.reporting.turns import timed_steps
-from common.training.models import build_model
 from common.training.precision import autocast
 from ddp.bench.variants import DDPVariant
 

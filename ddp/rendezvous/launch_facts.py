@@ -28,7 +28,7 @@ VARIABLES = (
     "TORCH_DIST_USE_NCCL2",
 )
 # Numbers of the scheduler's job, on the ranks that know it: two jobs that were given one place to meet would be taken for one.
-JOBS = ("SLURM_JOB_ID", "LSB_JOBID", "AZUREML_RUN_ID")
+SCHEDULER_JOBS = ("SLURM_JOB_ID", "LSB_JOBID", "AZUREML_RUN_ID")
 
 
 def launch_facts(env: DistEnv, settings: Any) -> dict[str, str]:
@@ -41,7 +41,7 @@ def launch_facts(env: DistEnv, settings: Any) -> dict[str, str]:
         "the backend": f"{env.backend} on {env.device.type}",
         **software(),
         **{name: os.environ.get(name, "not set") for name in VARIABLES},
-        **{name: os.environ.get(name, UNKNOWN) for name in JOBS},
+        **{name: os.environ.get(name, UNKNOWN) for name in SCHEDULER_JOBS},
         **(gpu_facts(env) if env.device.type == "cuda" else {}),
     }
 

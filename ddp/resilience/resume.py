@@ -41,7 +41,7 @@ from common.files.run_directory import (
     require_writable,
     writing,
 )
-from common.machine import describe_machine
+from common.reporting.provenance import describe_machine
 from common.signals.stop_request import REQUEUE, SIGNALS
 from common.training.precision import set_arithmetic
 from ddp.checkpoint import directory, storage

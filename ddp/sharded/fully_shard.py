@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from common.errors import UsageError
-from common.training.models import to_device
+from common.models.modules import to_device
 from ddp.by_hand.replicas import require_same_modules
 from ddp.sharded.protected.initial_values import materialize
 from ddp.sharded.units import divide

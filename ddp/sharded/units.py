@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from common.training.models import shared_memory
+from common.models.modules import shared_memory
 from ddp.sharded.flat import Owner
 
 SMALL = 32_768  # parameters; a smaller block stays with the root, unless it is named

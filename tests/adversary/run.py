@@ -134,7 +134,7 @@ def _written(folder: Path) -> str:
 def _become(words: list[str], env: dict[str, str], here: str, stdout: str, streams: tuple[Path, Path, Path]) -> None:
     """In the forked process: what ``python -m WORDS`` does."""
     sys.orig_argv = [sys.executable, "-m", *words]
-    early_signals.handle_signals()  # before there is any of the files
+    early_signals.handle_signals("ddp.train")  # before there is any of the files
     multiprocessing.set_start_method("fork", force=True)  # as on a command line, for loader workers
     for name in TORCHRUN_VARIABLES:
         os.environ.pop(name, None)

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from common import machine
-from common.machine import describe_machine, git_commit, usable_cores
+from common.machine import usable_cores
+from common.reporting.provenance import describe_machine, git_commit
 from tests.support.launch import REPOSITORY
 
 

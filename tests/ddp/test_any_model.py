@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from common.errors import UsageError
-from common.training.models import make_dense
+from common.models.modules import make_dense
 from ddp.config import TrainConfig
 from ddp.data import load_data
 from ddp.rendezvous.process_group import process_group

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from common.data import datasets
+from common.models.build import build_model
 from common.training.evaluation import Evaluation, evaluate
-from common.training.models import build_model
 from ddp.config import TrainConfig
 from ddp.data import open_test_loader
 from ddp.rendezvous.process_group import process_group

@@ -20,7 +20,7 @@ COMMANDS = [
         "ddp.checkpoint",
         "ddp.ladder",
         "ddp.audit",
-        "ddp.audit.peers",
+        "ddp.audit.libraries",
         "ddp.museum",
     ),
     *("dataparallel.train", "dataparallel.bench"),

@@ -19,7 +19,7 @@ from tests.support.launch import REPOSITORY
 # from those below.
 LAYERS = (
     ("common", "common.files", "common.foreign_script", "common.gpu", "common.signals"),
-    ("common.distributed", "common.data"),
+    ("common.distributed", "common.data", "common.models"),
     ("common.training",),
     ("common.reporting",),
     (
@@ -173,7 +173,7 @@ def test_what_is_installed_imports_nothing_else_of_the_repository() -> None:
     installed = set(filter(is_installed, FILES))
     assert {name.partition(".")[0] for name in installed} == {"common", *SUBJECTS}
     assert {name: others for name in installed if (others := IMPORTS[name] - installed)} == {}
-    assert "ddp.audit.peers.job" in FILES.keys() - installed
+    assert "ddp.audit.libraries.job" in FILES.keys() - installed
 
 
 def test_no_folder_is_too_large() -> None:

@@ -7,12 +7,15 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from common.signals import stop_request
+
 
 def load_command(module: str, *arguments: str) -> Callable[[], Any]:
     """Import what ``python -m MODULE ARGUMENTS`` runs, and set ``sys.argv`` and ``sys.orig_argv``; returns its ``main``."""
     program = importlib.import_module(module)
     if hasattr(program, "__path__"):  # a package
         program = importlib.import_module(f"{module}.__main__")
+    stop_request.requeued_command = "ddp.train"
     sys.argv = [module, *arguments]
     sys.orig_argv = [sys.executable, "-m", *sys.argv]
     main: Callable[[], Any] = program.main

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import nn
 
-from common.training.models import max_norm_problem
+from common.models.modules import max_norm_problem
 from ddp.sharded.protected.flat import ProtectedFlat
 
 

@@ -12,7 +12,7 @@ import torch
 
 from common.gpu import report
 from common.gpu.report import advice, gpu_software
-from common.machine import describe_machine
+from common.reporting.provenance import describe_machine
 
 GPU = torch.device("cuda", 0)
 

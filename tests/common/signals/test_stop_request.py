@@ -225,6 +225,7 @@ def test_other_exceptions_stay(behind: BaseException) -> None:
 def waits_for_ever_inside_cpp(ready: Connection, requeued: bool) -> None:
     stopping.STUCK_S = 0.5
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+    stopping.requeued_command = "ddp.train"
     sys.orig_argv = ["python", "-m", "ddp.train" if requeued else "ddp.evaluate"]
     with stop_signals():
         ready.send(None)

@@ -13,10 +13,10 @@ from torch.utils.flop_counter import flop_registry
 
 from common.data.datasets import Batch
 from common.distributed.dist_env import DistEnv
+from common.models.build import build_model
+from common.models.gpt import TextModel
 from common.reporting.report import gpu_line, of_gpus
 from common.training.device_meter import DeviceMeter, DeviceTotals
-from common.training.gpt import TextModel
-from common.training.models import build_model
 from common.training.window import Window, end_window
 from ddp.data import load_data
 from ddp.job import Job

@@ -9,8 +9,8 @@ import torch
 from common.data import datasets
 from common.data.datasets import BatchKey, fetch_batches
 from common.distributed.dist_env import DistEnv
+from common.models.build import build_model
 from common.training.evaluation import Evaluation, evaluate, evaluation_batch_size, table
-from common.training.models import build_model
 
 
 def test_it_equals_a_plain_loop() -> None:

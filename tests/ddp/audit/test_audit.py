@@ -90,11 +90,11 @@ def test_what_cannot_be_judged_is_said_in_a_line(tmp_path: Path, name: str, flag
 @pytest.mark.examples
 def test_the_table_of_others() -> None:
     """A row of it; most packages of the extra are not installed here."""
-    done = run_command("ddp.audit.peers", "own_loop_by_hand")
+    done = run_command("ddp.audit.libraries", "own_loop_by_hand")
     row = f"| own_loop_by_hand (torch {torch.__version__.partition('+')[0]}"
     assert done.stdout.splitlines()[-1].startswith(row), done.stdout + done.stderr
     assert "| nothing | the same bits in 20 steps | - | - | - | - |" in done.stdout
-    unknown = run_command("ddp.audit.peers", "x")
+    unknown = run_command("ddp.audit.libraries", "x")
     assert unknown.returncode == 2
     assert unknown.stderr.startswith("error: x: there is no such job; there are torch_alone, ")
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ddp.audit.detectors import find
-from ddp.audit.peers.__main__ import EXAMPLES, FOLDER
+from ddp.audit.libraries.__main__ import EXAMPLES, FOLDER
 from ddp.audit.trace import Trace, epochs
 from ddp.audit.vary import RUN
 from tests.ddp.audit.forked import watch

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ddp.audit.peers.__main__ import FLAGS, FOLDER
+from ddp.audit.libraries.__main__ import FLAGS, FOLDER
 from ddp.audit.trace import RankTrace, Trace
 from ddp.audit.vary import KINDS, Variation, plan, vary
 from tests.ddp.audit.forked import watch

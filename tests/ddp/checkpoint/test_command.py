@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from common.training.models import build_model
+from common.models.build import build_model
 from ddp.checkpoint import __main__ as checkpoint
 from ddp.checkpoint import storage
 from ddp.checkpoint.storage import FOLDER

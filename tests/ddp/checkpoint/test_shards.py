@@ -18,8 +18,8 @@ from ddp.checkpoint.folder import Damaged
 from ddp.checkpoint.sharded_state import load_sharded, save_sharded
 from ddp.checkpoint.shards import (
     Region,
+    SavedShard,
     SavedTensors,
-    Shard,
     in_memory_order,
     open_tensors,
     shard_content,
@@ -130,7 +130,7 @@ def test_no_rank_reads_more_than_its_part(tmp_path: Path) -> None:
 
     Claim (ddp/sharded/README.md, 9): a part that is missing or damaged is named; no rank reads more than its part.
     """
-    whole = {"model:w": Shard.of_whole(torch.ones(4000, 4000))}  # 64 MB
+    whole = {"model:w": SavedShard.of_whole(torch.ones(4000, 4000))}  # 64 MB
     folder.write_entry(tmp_path, "rank-0-of-1", shard_content(whole, ["w"], {}))
     before = anonymous_bytes()
     part = open_tensors(tmp_path, ["w"]).read("model:w", 1000, Region(8_000_000, (4000, 4000), (0, 1)))
@@ -156,8 +156,8 @@ def test_any_cut_is_read_as_any_other(shape: list[int], cuts: list[int], data: s
     flat, numel = in_memory_order(laid_out, order), laid_out.numel()
     ends = sorted({min(cut, numel) for cut in cuts} | {0, numel})
     shards = [
-        Shard(flat[begin:end], Region(begin, tuple(shape), order)) for begin, end in itertools.pairwise(ends)
-    ] or [Shard(flat, Region(0, tuple(shape), order))]
+        SavedShard(flat[begin:end], Region(begin, tuple(shape), order)) for begin, end in itertools.pairwise(ends)
+    ] or [SavedShard(flat, Region(0, tuple(shape), order))]
     saved = SavedTensors(Path("saved"), {"w": data.draw(st.permutations(shards))})
     assert torch.equal(saved.whole("w"), laid_out)
     other = tuple(data.draw(st.permutations(range(len(shape)))))
@@ -175,14 +175,19 @@ TWO = torch.ones(2)
     ("shards", "problem"),
     [
         ([], "nowhere"),
-        ([Shard(TWO, ROW)], "in shards of 2 elements"),
-        ([Shard(TWO, ROW), Shard(TWO, ROW._replace(begin=1))], "that do not fit together at element 2"),
-        ([Shard(TWO[:1], ROW), Shard(TWO, ROW._replace(begin=2))], "that do not fit together at element 1"),
-        ([Shard(TWO, ROW), Shard(TWO.double(), ROW._replace(begin=2))], "that do not fit together at element 2"),
-        ([Shard(torch.ones(4), Region(0, (2, 2), (0, 1)))], r"of shape \[2, 2\] instead of \[4\]"),
+        ([SavedShard(TWO, ROW)], "in shards of 2 elements"),
+        ([SavedShard(TWO, ROW), SavedShard(TWO, ROW._replace(begin=1))], "that do not fit together at element 2"),
+        ([SavedShard(TWO[:1], ROW), SavedShard(TWO, ROW._replace(begin=2))], "that do not fit together at element 1"),
+        (
+            [SavedShard(TWO, ROW), SavedShard(TWO.double(), ROW._replace(begin=2))],
+            "that do not fit together at element 2",
+        ),
+        ([SavedShard(torch.ones(4), Region(0, (2, 2), (0, 1)))], r"of shape \[2, 2\] instead of \[4\]"),
     ],
 )
-def test_shards_that_are_missing_overlap_or_are_of_other_tensors_are_named(shards: list[Shard], problem: str) -> None:
+def test_shards_that_are_missing_overlap_or_are_of_other_tensors_are_named(
+    shards: list[SavedShard], problem: str
+) -> None:
     with pytest.raises(Damaged, match=f"has w .*{problem}"):
         SavedTensors(Path("saved"), {"w": shards}).read("w", 4, ROW)
 

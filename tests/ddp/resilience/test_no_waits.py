@@ -23,8 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from common.data.datasets import Batch, fetch_batches
 from common.distributed.dist_env import DistEnv
+from common.models.build import build_model
 from common.training.evaluation import evaluate
-from common.training.models import build_model
 from ddp.data import load_data
 from ddp.rendezvous.process_group import process_group
 from ddp.resilience.device_guard import DeviceGuard

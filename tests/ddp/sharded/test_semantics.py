@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from common.training.gpt import GPT
+from common.models.gpt import GPT
 from ddp.sharded import shard
 from ddp.sharded.units import divide
 from tests.ddp.by_hand.wrappers import Failing

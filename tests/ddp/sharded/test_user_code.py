@@ -204,7 +204,7 @@ def converted(stage: int) -> None:
 
 
 def frozen_and_unfrozen(stage: int) -> None:
-    """A parameter that is frozen before stays whole and as it is; freezing and unfreezing later is refused, of whole parameters and of shards."""
+    """A parameter that is frozen before stays whole and as it is; to freeze or unfreeze later is refused."""
     pair = Pair(stage, frozen_below)
     for number in range(2):
         pair.step(number)

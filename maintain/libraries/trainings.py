@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from common.data.datasets import ImageData
 from common.distributed.dist_env import DistEnv
-from common.training.models import build_model
+from common.models.build import build_model
 from ddp.bench.overhead import endless_batches, trainer_step
 from ddp.config import TrainConfig
 from ddp.ladder.rungs import BATCH_SIZE, LEARNING_RATE, OneByOne, Training

@@ -1,4 +1,4 @@
-"""The ladder beside ``ddp.train`` and other libraries, as in their documentation (``python -m maintain.peers``).
+"""The ladder beside ``ddp.train`` and other libraries, as in their documentation (``python -m maintain.libraries``).
 
 Accelerate and Lightning are the extra ``peers``. Theirs and the script of torch's DDP tutorial, which is the first rung with two
 ranks, fetch a sample at a time, in the main process. (Like all rungs, the script does not broadcast buffers before each step.)
@@ -16,7 +16,7 @@ from common.reporting.turns import cells, ratios, run_benchmark, table
 from ddp.ladder import __main__ as ladder
 from ddp.ladder.__main__ import LadderConfig, Variants, measure, rates_of
 from ddp.ladder.rungs import RANKS, Rung, RungTraining, Turn, one_by_one
-from maintain.peers.trainings import AccelerateTraining, LightningTraining, OurTraining
+from maintain.libraries.trainings import AccelerateTraining, LightningTraining, OurTraining
 
 OURS: Variants = {
     "ddp.train": (OurTraining, {}),
@@ -33,9 +33,9 @@ PEERS: Variants = {
 @command
 def main() -> None:
     if not all(map(importlib.util.find_spec, ("accelerate", "lightning"))):
-        raise UsageError("the other libraries are not installed: pip install -e '.[peers]'")
+        raise UsageError("the other libraries are not installed: pip install -e '.[libraries]'")
     everyone = functools.partial(measure, others={**OURS, **PEERS})
-    run_benchmark(LadderConfig, "maintain.peers", __doc__, None, everyone, report)
+    run_benchmark(LadderConfig, "maintain.libraries", __doc__, None, everyone, report)
 
 
 def report(config: LadderConfig, turns: dict[str, list[Turn]]) -> str:

@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed
 from torch.utils.data import DataLoader
 
-from ddp.audit.peers.job import arguments, data_sets, network
+from ddp.audit.libraries.job import arguments, data_sets, network
 
 args = arguments()
 accelerator = Accelerator(cpu=True, mixed_precision="bf16", gradient_accumulation_steps=args.micro_steps)

@@ -1,7 +1,7 @@
 """Audits one job as several libraries have it in their documentation, and prints a table.
 
-    python -m ddp.audit.peers                  # those that are installed (the extra peers)
-    python -m ddp.audit.peers torch_alone      # one
+    python -m ddp.audit.libraries                  # those that are installed (the extra `libraries`)
+    python -m ddp.audit.libraries torch_alone      # one
 
 The job: 3 epochs on 144 samples, 2 micro-steps, clipping, mixed precision, an evaluation and a checkpoint after each epoch. Each is run again
 as it is, on 1 and 3 ranks, with 4 micro-steps, and killed and resumed. This project's own trainers and examples stand beside it.

@@ -11,7 +11,7 @@ from torch.utils.data import TensorDataset
 from transformers import EvalPrediction, Trainer, TrainingArguments, set_seed
 from transformers.trainer_utils import get_last_checkpoint
 
-from ddp.audit.peers.job import arguments, data_sets, network
+from ddp.audit.libraries.job import arguments, data_sets, network
 
 args = arguments()
 

@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from ddp.audit.peers.job import arguments, data_sets, network
+from ddp.audit.libraries.job import arguments, data_sets, network
 
 args = arguments()
 

@@ -1,4 +1,4 @@
-"""``common.training.models``: shapes, sizes in closed form, and what dropout does to them."""
+"""``common.models.build``: shapes, sizes in closed form, and what dropout does to them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from common.errors import UsageError
-from common.training.models import MODELS, RESNETS, FashionCNN, build_model
+from common.models.build import MODELS, RESNETS, FashionCNN, build_model
 
 GREY, RGB = (1, 28, 28), (3, 32, 32)
 

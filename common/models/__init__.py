@@ -1,0 +1,1 @@
+"""The models of the trainers (build.py, gpt.py), and ways to handle any module (modules.py)."""

@@ -1,1 +1,0 @@
-"""One job with several libraries, as the documentation of each has it, for the table of ``python -m ddp.audit.peers``."""
