@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import difflib
 import functools
 import math
 import operator
@@ -31,6 +32,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
+from common.error_line import print_error
 from common.errors import UsageError
 from common.launchers import adopt_launcher
 from common.signals import early_signals
@@ -96,8 +98,6 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         message = message.removeprefix("argument ")
         if message.startswith("unrecognized"):
-            import difflib
-
             unknown = re.findall(r"(?<= )--?[\w-]+", message)
             near = [
                 flag
@@ -217,8 +217,6 @@ def command(main: Callable[[], None]) -> Callable[[], None]:
                 finalize_silently()
             raise
         except UsageError as error:
-            from common.error_line import print_error
-
             early_signals.leave_with(2)
             print_error(error)
             sys.exit(2)

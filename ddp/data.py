@@ -9,11 +9,14 @@ import math
 from pathlib import Path
 from typing import Any
 
+from common.data import fashion_mnist
 from common.data.datasets import ImageData, Images, Loader, keep_batch
 from common.data.loaders import require_room_for_workers, stock_loader
+from common.data.on_device import kept_on_device
 from common.distributed.dist_env import DistEnv
 from common.training.evaluation import evaluation_batch_size
 from common.training.recipes import load_dataset, require_a_batch
+from ddp import sums
 from ddp.config import FROM_FILES, TEXT, TrainConfig
 from ddp.sampler import MicroBatchSampler, ShardSampler
 
@@ -24,8 +27,6 @@ def load_data(config: TrainConfig, env: DistEnv) -> ImageData:
     """Load the data set on every rank. One process per node downloads or draws it first, while the others wait."""
     with env.fail_together():
         if env.local_rank == 0 and config.download:
-            from common.data import fashion_mnist
-
             fashion_mnist.download(Path(config.data_dir))
         if env.local_rank == 0 and config.dataset == "lfw" and not config.data_dir:
             from dataloading.synthetic import face_cache
@@ -33,8 +34,6 @@ def load_data(config: TrainConfig, env: DistEnv) -> ImageData:
             face_cache.ensure()
     with env.fail_together():
         if config.dataset == TEXT:
-            from ddp import sums
-
             data: ImageData = sums.load(config.train_samples, config.test_samples)
         else:
             data = load_files(config) if config.dataset in FROM_FILES else load_dataset(config)
@@ -83,8 +82,6 @@ def open_loader(
             )
         source, on_gpu = images, env.device.type == "cuda"
         if on_gpu and workers == 0:
-            from common.data.on_device import kept_on_device
-
             source = kept_on_device(images, env.device)
         return stock_loader(
             source,

@@ -17,6 +17,7 @@ from common.training.metrics import MetricsWriter
 from common.training.precision import LOW_DTYPES, autocast
 from common.training.window import Window, WindowTotals, end_window
 from ddp.config import TrainConfig
+from ddp.peak_flops import peak_flops, training_flops
 from ddp.sampler import MicroBatchSampler
 from ddp.watchdog.watchdog import Watchdog
 
@@ -35,11 +36,12 @@ class StepGuard:
         """
         return losses[-1].new_zeros(1)
 
-    def calls_optimizer(self, norm: Tensor | None, report: Tensor) -> bool:
-        """Whether the optimizer is called; the same on every rank. On a GPU it is called in a bad step too, and changes nothing.
+    def may_step(self, norm: Tensor | None, reports: Tensor) -> bool:
+        """Whether the optimizer may be called; the same on every rank. On a GPU it may, even in a bad step: the device knows it,
+        and changes nothing.
 
         :param norm: 0-d, of the averaged and unscaled gradients before they were clipped; None without clipping
-        :param report: the sum of all ranks' reports
+        :param reports: the sum over the ranks
         """
         return True
 
@@ -114,8 +116,6 @@ class Job:
         """Add the MFU to a GPU's metrics. A collective, if the network is sharded: it takes a forward pass."""
         if self.window.meter is None:
             return
-        from ddp.peak_flops import peak_flops, training_flops  # only on a GPU
-
         config, device = self.config, self.env.device
         images = self.empty_batch().images.to(device)
         with autocast(device, config.precision):

@@ -14,7 +14,9 @@ from common.models.build import build_model
 from common.models.modules import to_device
 from common.randomness import derive_seed
 from ddp import sharded
+from ddp.all_reduce.choice import build_all_reduce
 from ddp.batchnorm import convert_sync_batchnorm
+from ddp.by_hand.naive import NaiveDistributedDataParallel
 from ddp.by_hand.replicas import require_same_modules
 from ddp.checkpoint.storage import RunCheckpoint, load_weights
 from ddp.config import TrainConfig
@@ -57,13 +59,10 @@ def wrap_by_hand_or_sharded(network: nn.Module, env: DistEnv, averaging: Averagi
 
 def _wrap_by_hand(network: nn.Module, env: DistEnv, averaging: Averaging) -> nn.Module:
     """:raises UsageError: on every rank, for an all-reduce that cannot run here"""
-    # Imported here, so that a job with torch's DDP imports none of it.
     if averaging.strategy == "naive":
-        from ddp.by_hand.naive import NaiveDistributedDataParallel
-
         return NaiveDistributedDataParallel(network)
 
-    from ddp.all_reduce.choice import build_all_reduce
+    # Not at the top: torch.compiler.disable loads torch._dynamo, which takes a second.
     from ddp.by_hand.wrapper import HandwrittenDistributedDataParallel
 
     all_reduce = averaging.all_reduce or "backend"

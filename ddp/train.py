@@ -9,8 +9,9 @@ while backward still runs, so every rank takes the same step. Averaging is an al
 is a *collective*: all ranks must call it, and none gets the sum before the last one has called it. So all must call the same
 collectives in the same order, or they hang.
 
-ddp/resilience/ keeps a long job alive, in two objects around this. The *guard* has three calls in ``train_step``. The
-*supervisor* writes logs and checkpoints, and ends the run at a stop signal. The chapters to read beside this: ddp/README.md.
+ddp/resilience/ keeps a long job alive, in two objects around this. The *guard* is called three times: ``batches`` in
+``train_epoch``, ``report`` and ``may_step`` in ``train_step``. The *supervisor* writes logs and checkpoints, and ends the run
+at a stop signal. The chapters to read beside this: ddp/README.md.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from ddp.data import load_data, open_loader, open_test_loader
 from ddp.job import Job
 from ddp.network import build_network, clip_grad_norm_of_shards, require_same_network, wrap_by_hand_or_sharded
 from ddp.rendezvous import DistEnv, find_dist_env, rank_process, rendezvous_store
-from ddp.resilience import RunCheckpoint, Supervisor, build_guard, open_run, settle, supervise
+from ddp.resilience import RunCheckpoint, Supervisor, build_guard, complete_settings, open_run, supervise
 from ddp.sampler import MicroBatchSampler
 from ddp.strategies import Averaging, compress_gradients
 
@@ -51,7 +52,9 @@ def main() -> None:
     with rank_process(env):  # reports an error with its rank, and then leaves the group
         dist.init_process_group(
             env.backend,  # NCCL on GPUs, gloo on CPUs
-            store=rendezvous_store(env, config.timeout, config),  # the ranks meet there, and compare their settings
+            store=rendezvous_store(
+                env, timeout_s=config.timeout, settings=config
+            ),  # ranks meet there, and compare settings
             rank=env.rank,
             world_size=env.world_size,
             timeout=config.collective_timeout,
@@ -63,19 +66,19 @@ def main() -> None:
 
 def train(config: TrainConfig, env: DistEnv) -> None:
     """The whole run on one rank, from an empty directory or the newest checkpoint to the figures."""
-    config = settle(config, env)
+    config = complete_settings(config, env)  # the same on all ranks; --fast chooses what was left open
     data = load_data(config, env)
     with open_run(config, env, data) as checkpoint:
         job = build_job(config, env, data, checkpoint)
-        with supervise(job, checkpoint) as supervisor:
+        with supervise(job, checkpoint) as supervisor:  # first restores the optimizer and job.step from the checkpoint
             result = None
             while job.epoch < config.epochs:
                 train_epoch(job, supervisor.after_step)
                 result = test(job, supervisor)
-                supervisor.end_epoch(result)
+                supervisor.end_epoch(result)  # job.epoch += 1; it logs and records
                 supervisor.checkpointer.save(job)  # rank 0 writes for all; with shards, each rank writes its own
             supervisor.checkpointer.finish()
-            result = result or test(job, supervisor)  # a run that was resumed after its last epoch has none yet
+            result = result or test(job, supervisor)  # None: the checkpoint was that of the last epoch's end
         supervisor.report(result)  # rank 0 draws and prints, the others wait
 
 
@@ -84,7 +87,7 @@ def build_job(config: TrainConfig, env: DistEnv, data: ImageData, checkpoint: Ru
     network = build_network(config, env, data, checkpoint)
     model = wrap_network(network, env, config.averaging, config.precision)
     if config.is_sharded:
-        network = model  # no rank has a whole network: the module with the shards is evaluated and saved
+        network = model  # no rank has the whole network: the sharded module is evaluated and saved
     if config.compile:
         model = torch.compile(model, mode=config.compile)
     sampler = MicroBatchSampler(
@@ -108,7 +111,7 @@ def build_job(config: TrainConfig, env: DistEnv, data: ImageData, checkpoint: Ru
         loader=open_loader(data.train, sampler, env, config),
         test_loader=open_test_loader(data, env, config),
     )
-    job.guard = build_guard(job)
+    job.guard = build_guard(job)  # runs one backward pass and drops it: then DDP's buckets are final
     return job
 
 
@@ -124,13 +127,12 @@ def wrap_network(network: nn.Module, env: DistEnv, averaging: Averaging, precisi
     model = DistributedDataParallel(  # broadcasts rank 0's weights to all ranks
         network,
         device_ids=[env.device] if env.device.type == "cuda" else None,
-        # DDP all-reduces gradients in buckets of many gradients each. If .grad is a view into its bucket, the average is in .grad
-        # at once, without a copy.
+        # DDP all-reduces buckets of many gradients. Each .grad is a view into its bucket: the average needs no copy.
         bucket_cap_mb=averaging.bucket_mib,
         gradient_as_bucket_view=True,
     )
-    # By default DDP broadcasts rank 0's BatchNorm statistics before forward passes, in every step. train_epoch averages them
-    # instead, once per epoch. (Set here, since the constructor's argument has another name in newer torch: forward_sync_buffers.)
+    # DDP would broadcast rank 0's BatchNorm statistics in every step. train_epoch averages them once per epoch instead.
+    # (Not set in the constructor: newer torch calls this argument forward_sync_buffers.)
     model.broadcast_buffers = False
     compress_gradients(model, averaging.gradient_precision)
     return model
@@ -150,7 +152,7 @@ def train_epoch(job: Job, after_step: Callable[[], None] = lambda: None) -> None
         if last_step:
             make_buffers_equal(job.network)  # BatchNorm's statistics: each rank saw different samples
         after_step()
-    # No batch is left. The project's own loader learns that only when it is asked for one, and then it keeps its workers.
+    # No batch is left. Ask once more, so that the loader ends its epoch and keeps its workers.
     next(batches, None)
 
 
@@ -169,20 +171,19 @@ def train_step(job: Job, batches: Iterator[Batch]) -> None:
         last_micro_step = micro_step == config.grad_accumulation_steps - 1
         with contextlib.nullcontext() if last_micro_step else model.no_sync():
             with torch.autocast(device.type, job.autocast_dtype, enabled=job.autocast_dtype is not None):
-                logits = model(job.data.to_input(images, job.memory_format))
+                logits = model(job.data.to_input(images, job.memory_format))  # uint8 becomes normalized float32
                 loss = F.cross_entropy(logits.float(), labels, label_smoothing=config.label_smoothing)
             losses.append(loss.detach())
             job.window.add(loss, logits, labels)  # for the log
             if last_micro_step:
-                # One small sum tells all ranks what each knows: a stop signal, a loss that is inf. It travels during backward.
-                report = job.guard.report(losses)
-                sum_of_reports = dist.all_reduce(report, async_op=True)
-            # The loss is a micro-batch's mean. All micro-batches of images have the same size, so the mean over the global
-            # batch is the mean of their means: the loss is divided by the micro-steps here, and the gradient by the ranks in DDP.
-            # Lines of text differ in length, so each micro-batch counts by its share of the global batch's characters.
+                # One small all-reduce tells all ranks what each knows: a stop signal, a loss that is inf. It runs during backward.
+                reports = job.guard.report(losses)  # this rank's; becomes the sum over the ranks
+                summing = dist.all_reduce(reports, async_op=True)
+            # The mean over the global batch: micro-batches of images are equally large, so the micro-batch's mean is divided by the
+            # micro-steps here, and the gradient by the ranks in DDP. Lines of text differ in length: see weigh_text.
             loss = job.weigh_text(loss, labels) if job.data.is_text else loss / config.grad_accumulation_steps
             scaler.scale(loss).backward()
-    sum_of_reports.wait()  # long over on a CPU; on a GPU, the device waits for it and the host does not
+    summing.wait()  # gloo: usually done by now. NCCL: the GPU waits, Python does not
 
     # All ranks hold the same averaged gradients now, and so the same norm. Unscale before the clip: scaled gradients, and their
     # norm, are too large by the loss scale, so clipping would shrink every step. (Outside fp16 the scaler does nothing.)
@@ -190,9 +191,9 @@ def train_step(job: Job, batches: Iterator[Batch]) -> None:
     norm = job.clip_grad_norm_(model.parameters(), config.clip_norm) if config.clip_norm else None
     for group in job.optimizer.param_groups:
         group["lr"] = job.learning_rate(job.step)
-    # An inf or nan of one rank is in every rank's average, or in the report. So all ranks skip this step, or none does. In fp16
-    # scaler.step skips an overflow, and update lowers the scale.
-    if job.guard.calls_optimizer(norm, report):
+    # One rank's inf or nan in a gradient is in every rank's average; in a loss, it is in the reports. So all ranks skip this
+    # step, or none does. In fp16 scaler.step skips an overflow by itself, and update lowers the scale.
+    if job.guard.may_step(norm, reports):
         scaler.step(job.optimizer)
     scaler.update()
     job.optimizer.zero_grad(set_to_none=True)
@@ -201,8 +202,8 @@ def train_step(job: Job, batches: Iterator[Batch]) -> None:
 
 def test(job: Job, supervisor: Supervisor) -> Evaluation:
     """Evaluate the test set: divided over the ranks without padding, so that each sample counts once."""
-    shard = supervisor.until_stopped(job.test_loader)  # a rank that got a stop signal skips the rest of its part
-    result = evaluate(job.network, job.data, job.env, job.config.precision, shard)
+    own_part = supervisor.until_stopped(job.test_loader)  # a rank that got a stop signal skips the rest of it
+    result = evaluate(job.network, job.data, job.env, job.config.precision, own_part)
     supervisor.leave_if_stopped()  # if any rank was stopped, all leave here
     return result
 

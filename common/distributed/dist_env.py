@@ -20,7 +20,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from common.distributed.agreement import RanksDiffer, describe
 from common.errors import UsageError
+from common.gpu.devices import count_gpus, gpu_of, why_no_gpu
 from common.launchers import TORCHRUN_VARIABLES
 from common.machine import usable_cores
 
@@ -131,8 +133,6 @@ class DistEnv:
         :raises UsageError: on every rank, naming what differs, the ranks and their values
         """
         if self.world_size > 1:
-            from common.distributed.agreement import RanksDiffer, describe
-
             everyone: list[dict[str, str]] = [{}] * self.world_size
             dist.all_gather_object(everyone, {name.replace("_", " "): str(fact) for name, fact in facts.items()})
             if problem := describe(dict(enumerate(everyone))):
@@ -204,8 +204,6 @@ def _choose_device(
         raise UsageError("--backend nccl needs CUDA, but --device cpu was asked for: use --backend gloo")
     if device == "cpu" or (device == "auto" and backend == "gloo"):
         return torch.device("cpu")
-    from common.gpu.devices import count_gpus, gpu_of, why_no_gpu
-
     if gpus := count_gpus():
         ranks, on_one_host = numbers["LOCAL_WORLD_SIZE"], numbers["LOCAL_WORLD_SIZE"] == numbers["WORLD_SIZE"]
         if device == backend == "auto" and gpus < ranks and on_one_host and _all_ranks_see_these_gpus(environment):

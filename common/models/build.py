@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 from common.cli import is_function_name
 from common.errors import UsageError
+from common.functions import import_function
+from common.models.gpt import HEAD_WIDTH, TextModel
 from common.models.modules import evaluating
 
 RESNETS = ("resnet18", "resnet50")
@@ -108,8 +110,6 @@ def build_model(
         nn.init.kaiming_normal_(model.conv1.weight, mode="fan_out", nonlinearity="relu")
         return model
     if name == TEXT_MODEL:
-        from common.models.gpt import TextModel
-
         size = size or GPTSize()
         with torch.device("meta" if size.on_meta else "cpu"):
             return TextModel(classes, size.width, size.layers, context=width)  # a line of text is an image of one row
@@ -118,8 +118,6 @@ def build_model(
 
 def require_heads(width: int) -> None:
     """:raises UsageError: when the heads of the GPT's attention do not divide its width"""
-    from common.models.gpt import HEAD_WIDTH
-
     if width > HEAD_WIDTH and width % HEAD_WIDTH:
         below = width // HEAD_WIDTH * HEAD_WIDTH
         raise UsageError(
@@ -132,8 +130,6 @@ def find_own(name: str) -> Callable[[tuple[int, int, int], int], object]:
 
     :raises UsageError: when it cannot be imported, or takes other arguments
     """
-    from common.functions import import_function  # only for the user's own model
-
     return import_function("--model", name, "build(shape, classes) -> nn.Module", ((1, 28, 28), 10))
 
 

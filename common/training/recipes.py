@@ -12,8 +12,10 @@ from typing import Any
 import torch
 
 from common.cli import is_function_name, option
-from common.data import datasets
+from common.data import datasets, fashion_mnist
 from common.data.datasets import IN_MEMORY, Augmentation, ImageData
+from common.data.enlarged import enlarge
+from common.data.own_dataset import load_own
 from common.errors import UsageError
 from common.models.build import LEAST_SAMPLES, MODELS
 from common.training.optimization import learning_rate
@@ -115,8 +117,6 @@ class LearningConfig:
 
     def __post_init__(self) -> None:
         if self.dataset == "fashion-mnist":
-            from common.data import fashion_mnist
-
             self._default("data_dir", "data" if self.download else str(fashion_mnist.default_folder()))
         elif self.download:
             raise UsageError(f"--download is for fashion-mnist: {self.dataset} cannot be downloaded")
@@ -213,11 +213,7 @@ def load_dataset(config: LearningConfig) -> ImageData:
         data = datasets.load(config.dataset, Path(config.data_dir) if config.data_dir else None, **settings)
         if config.image_size is None:
             return data
-        from common.data.enlarged import enlarge
-
         return enlarge(data, config.image_size)
-    from common.data.own_dataset import load_own
-
     if config.data_dir is not None:
         raise UsageError(f"--data-dir {config.data_dir} is not passed to --dataset {config.dataset}: leave it out")
     return load_own(config.dataset, **settings)

@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,10 +14,8 @@ from torch import Tensor
 from common.data.datasets import Batch
 from common.distributed.dist_env import DistEnv
 from common.distributed.rank_logging import Progress
+from common.training.device_meter import DeviceMeter, DeviceTotals
 from common.training.evaluation import Evaluation
-
-if TYPE_CHECKING:
-    from common.training.device_meter import DeviceMeter, DeviceTotals
 
 
 @dataclass(frozen=True)
@@ -96,8 +94,6 @@ class Window:
     def __init__(self, device: torch.device, micro_steps: int = 1) -> None:
         self.meter: DeviceMeter | None = None
         if device.type == "cuda":
-            from common.training.device_meter import DeviceMeter
-
             self.meter = DeviceMeter(device, micro_steps)
         self.on_gpu: DeviceTotals | None = None
         self._sums = torch.zeros(3, dtype=torch.float64, device=device)  # loss, correct, samples

@@ -20,6 +20,7 @@ import sys
 
 from common.cli import command
 from common.errors import UsageError
+from common.reporting.turns import run_benchmark
 
 ON_RANKS = ("overhead", "safety")  # which torchrun may start; the others start their own processes
 BENCHMARKS = (*ON_RANKS, "scaling", "allreduce", "engines", "sharding", "memory")
@@ -41,8 +42,6 @@ def main() -> None:
     if name in ON_RANKS:
         one.main(arguments)
     else:
-        from common.reporting.turns import run_benchmark
-
         run_benchmark(one.Config, f"ddp.bench {name}", one.__doc__, arguments, one.measure, one.report)
 
 

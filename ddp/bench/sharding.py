@@ -28,6 +28,7 @@ from common.reporting.benchmark_figures import plot_rounds
 from common.reporting.turns import Step, Times, cells, progress_of, ratios, table, write_report
 from ddp.bench.comparison import TurnsConfig, compare, training_step
 from ddp.bench.variants import DDPVariant
+from ddp.sharded import shard
 
 VOCABULARY = 96  # printable characters
 SEQUENCES = 4  # of each rank in a step
@@ -43,8 +44,6 @@ def share(network: GPT, stage: int | None, all_reduce: str = "backend") -> nn.Mo
     if stage == 0:
         return cast(nn.Module, DDPVariant("handwritten", all_reduce=all_reduce).wrap(network))
     if stage is not None:
-        from ddp.sharded import shard
-
         return shard(network, stage, units=network.blocks, all_reduce=all_reduce)
     from torch.distributed.fsdp import fully_shard
 

@@ -11,6 +11,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from common.distributed.dist_env import DistEnv
 from common.models.build import MODELS, build_model
@@ -18,6 +19,8 @@ from common.reporting.turns import Step
 from common.training.optimization import build_optimizer
 from ddp.all_reduce.choice import build_all_reduce
 from ddp.bench.comparison import training_step
+from ddp.by_hand.naive import NaiveDistributedDataParallel
+from ddp.by_hand.reducer import Reducer
 from ddp.strategies import register_hook
 
 IMAGE, CLASSES = (1, 28, 28), 10
@@ -61,12 +64,6 @@ class DDPVariant:
 
     def wrap(self, network: nn.Module) -> Any:
         """Wrap a network. A collective: every rank calls it with the same model."""
-        # Imported here: both bring torch._dynamo along, and ``--help`` needs neither.
-        from torch.nn.parallel import DistributedDataParallel
-
-        from ddp.by_hand.naive import NaiveDistributedDataParallel
-        from ddp.by_hand.wrapper import HandwrittenDistributedDataParallel
-
         model: Any = network
         if self.wrapper == "torch":
             model = DistributedDataParallel(network, gradient_as_bucket_view=self.views)
@@ -74,6 +71,9 @@ class DDPVariant:
         elif self.wrapper == "naive":
             model = NaiveDistributedDataParallel(network)
         elif self.wrapper == "handwritten":
+            # Not at the top: torch.compiler.disable loads torch._dynamo, which takes a second.
+            from ddp.by_hand.wrapper import HandwrittenDistributedDataParallel
+
             with contextlib.nullcontext() if self.copies else _without_copies():
                 model = HandwrittenDistributedDataParallel(
                     network,
@@ -100,7 +100,6 @@ class DDPVariant:
 
 def _without_copies() -> contextlib.AbstractContextManager[object]:
     """A block in which a hand-written wrapper is built whose buckets stay as they are."""
-    from ddp.by_hand.reducer import Reducer
 
     class HooksAlone(Reducer):
         def _build_buckets(self, order: Iterable[int]) -> None:

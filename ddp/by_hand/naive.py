@@ -12,7 +12,6 @@ begins before backward is over. ddp/by_hand/wrapper.py adds buckets and overlap.
 import contextlib
 import weakref
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,8 +23,8 @@ from ddp.by_hand import replicas
 class NaiveDistributedDataParallel(nn.Module):
     """Averages the gradients of ``module`` over the ranks of the default process group after every backward pass.
 
-    A parameter that a rank did not use counts there as a gradient of zeros, but each rank must use at least one. The averages of
-    sparse gradients are dense. Buffers are broadcast once, here.
+    A parameter that a rank did not use counts there as a gradient of zeros. But if a rank uses none at all, nothing starts its
+    averaging, and the others wait. The averages of sparse gradients are dense. Buffers are broadcast once, here.
 
     :param module: the same on every rank, but for the values: those of rank 0 are sent to all
     :raises RuntimeError: on every rank, if the modules differ
@@ -37,19 +36,20 @@ class NaiveDistributedDataParallel(nn.Module):
         self.module = module
         self.require_backward_grad_sync = True  # no_sync turns this off
         self._synchronize = True  # whether backward averages, as decided in the latest forward pass
-        self._latest_pass: int | None = None  # number of the latest backward pass that averages when it is over
+        self._latest_pass: int | None = None  # id of the backward pass of the latest gradient
         # All ranks must begin with the same weights: averaged gradients keep them equal, but do not make them so.
         replicas.make_equal(module)
-        self._hooked = set(map(id, replicas.trained_parameters(module).values()))
+        self._hooked = {id(parameter): parameter for parameter in replicas.trained_parameters(module).values()}
         this = weakref.proxy(self)  # so that the hooks, which the parameters hold, do not keep this wrapper alive
-        for parameter in replicas.trained_parameters(module).values():
-            weakref.finalize(self, parameter.register_post_accumulate_grad_hook(lambda _: this._ready()).remove)
+        for parameter in self._hooked.values():
+            handle = parameter.register_post_accumulate_grad_hook(lambda _: this._ready())
+            weakref.finalize(self, handle.remove)  # the hooks go with the wrapper
 
-    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """``module``'s forward. It is decided here whether the backward pass from its output averages."""
-        replicas.require_hooked(self.module, self._hooked)
-        # Activation checkpointing runs forward again within a backward pass, where nothing is decided.
-        if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
+    def forward(self, *inputs: object, **kwargs: object) -> object:
+        """``module``'s forward. It decides whether the backward pass from its output averages."""
+        replicas.require_hooked(self.module, self._hooked)  # a parameter replaced since would not be averaged
+        # Not where activation checkpointing repeats a forward pass.
+        if torch.is_grad_enabled() and not replicas.in_backward():
             self._synchronize = self.require_backward_grad_sync
         return self.module(*inputs, **kwargs)
 
@@ -64,19 +64,19 @@ class NaiveDistributedDataParallel(nn.Module):
 
     def _ready(self) -> None:
         """A gradient is in ``.grad``. The first one of a backward pass asks autograd for a call when the pass is over."""
-        if torch._C._current_autograd_node() is None:  # autograd only traces the pass, and will not call
-            raise NotImplementedError("compiled autograd traces backward: compile the module, not its backward pass")
-        if self._synchronize and self._latest_pass != torch._C._current_graph_task_id():
-            torch.autograd.Variable._execution_engine.queue_callback(self._average_gradients)
-            self._latest_pass = torch._C._current_graph_task_id()
+        if self._latest_pass != replicas.current_pass():
+            replicas.refuse_compiled_autograd()
+            if self._synchronize:
+                # HACK: nothing public tells when a pass ends, and torch's DDP uses this too. Renamed, it is an AttributeError.
+                torch.autograd.Variable._execution_engine.queue_callback(self._average_gradients)
+            self._latest_pass = replicas.current_pass()
 
     def _average_gradients(self) -> None:
-        if torch._C._current_autograd_node() is not None:  # a node of another backward pass has started this one
+        if replicas.within_another_pass():
             raise NotImplementedError("a backward pass within another one: checkpoint with use_reentrant=False")
         # In the same order on every rank: collectives are matched by their order.
         for parameter in replicas.trained_parameters(self.module).values():
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.detach().to_dense()
-            # Divided first, as in torch's DDP: the sum of many fp16 gradients might overflow. Backends send memory and not
-            # elements, so it has the parameter's order in memory, which is the same on all ranks.
+            # A dense copy in the parameter's memory order, since raw memory is sent. Divided first, lest fp16 sums overflow.
             parameter.grad = torch.empty_like(parameter).copy_(gradient).div_(dist.get_world_size())
             dist.all_reduce(parameter.grad)

@@ -1,4 +1,7 @@
-"""Replicas: all ranks begin with the same module, and keep the same buffers."""
+"""Replicas: all ranks begin with the same module, and keep the same buffers.
+
+At the end stand the questions that the wrappers ask autograd about the backward pass that runs.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from typing import cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 
 from ddp.by_hand.buckets import DEFAULT_LIMITS, assign_buckets
 
@@ -23,7 +27,8 @@ def make_equal(
 
     :raises NotImplementedError: for a parameter or buffer that cannot be sent
     """
-    _require_sendable(tensors := replicated(module, buffers=buffers))
+    tensors = replicated(module, buffers=buffers)
+    _require_sendable(tensors)
     require_same_modules(module, settings or {}, group, buffers)
     broadcast(tensors.values(), 0, group)
 
@@ -45,7 +50,7 @@ def require_same_modules(
     dist.all_gather_object(everyone, mine, group=group)
     if all(list(theirs.items()) == list(mine.items()) for theirs in everyone):
         return
-    # Imported here: with what compares how the ranks were started comes much that no reader of DDP looks for.
+    # Imported on failure only: a DDP job needs none of it.
     from common.distributed.agreement import RanksDiffer, differences
 
     texts = differences(dict(enumerate(everyone)))
@@ -76,14 +81,14 @@ def trained_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     return {name: cast("nn.Parameter", tensor) for name, tensor in tensors if tensor.requires_grad}
 
 
-@torch.inference_mode()  # where also tensors that were made in this mode may be changed
+@torch.inference_mode()  # inference tensors can be written only in this mode
 def broadcast(tensors: Iterable[Tensor], source: int, group: dist.ProcessGroup | None) -> None:
     """Overwrite the tensors with those of rank ``source`` of the group; many small ones travel in one message."""
-    # All elements along an expanded dimension are the same memory: the first is sent.
+    # Stride 0: all elements along this dimension share their memory, so one is sent.
     firsts = [t.detach()[tuple(slice(None if stride else 1) for stride in t.stride())] for t in tensors]
     for bucket in assign_buckets(firsts, DEFAULT_LIMITS[-1:]):
         flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
-        dist.broadcast(flat.view(torch.uint8), group=group, group_src=source)  # as bytes: backends know few dtypes
+        dist.broadcast(flat.view(torch.uint8), group=group, group_src=source)  # as bytes: works for any dtype
         for tensor, part in zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True):
             tensor.copy_(part.view(tensor.shape))
 
@@ -91,7 +96,7 @@ def broadcast(tensors: Iterable[Tensor], source: int, group: dist.ProcessGroup |
 def broadcast_buffers(module: nn.Module, source: int, group: dist.ProcessGroup) -> None:
     """Overwrite the module's buffers with those of rank ``source``."""
     if buffers := replicated(module, parameters=False).values():
-        # An earlier forward pass may have saved a buffer for its backward pass, which would refuse a changed one.
+        # The version stays the same: a pending backward pass would refuse a changed buffer.
         with torch.autograd._unsafe_preserve_version_counter(  # type: ignore[attr-defined]
             tuple(buffer for buffer in buffers if not buffer.is_inference())
         ):
@@ -104,7 +109,7 @@ def _describe(tensor: Tensor) -> str:
 
 
 def _require_sendable(tensors: Mapping[str, Tensor]) -> None:
-    """:raises NotImplementedError: naming the first one whose elements do not all lie in memory that can be sent"""
+    """:raises NotImplementedError: naming the first that is sparse or quantized"""
     for name, tensor in tensors.items():
         kind = tensor.dtype if tensor.is_quantized else tensor.layout
         if kind is not torch.strided:
@@ -112,3 +117,34 @@ def _require_sendable(tensors: Mapping[str, Tensor]) -> None:
                 f"{name} is {str(kind).removeprefix('torch.')} and cannot be sent to other ranks: turn it into a dense tensor, or name "
                 "it in module._ddp_params_and_buffers_to_ignore"
             )
+
+
+def current_pass() -> int:
+    """The id of the backward pass that runs on this thread; -1 if none does."""
+    # HACK: torch has no public name for this. If it renames it, every wrapper's backward pass is an AttributeError.
+    return torch._C._current_graph_task_id()
+
+
+def current_node() -> Node | None:
+    """The node of the graph that runs on this thread. Under compiled autograd, which only traces the pass, none does."""
+    # HACK: as in ``current_pass``.
+    return torch._C._current_autograd_node()
+
+
+def in_backward() -> bool:
+    """Whether a backward pass runs. A forward pass within one only repeats another, for activation checkpointing."""
+    return current_pass() != -1
+
+
+def within_another_pass() -> bool:
+    """Asked at the end of a backward pass: whether a node of another one has started it, as reentrant checkpoints do."""
+    return current_node() is not None  # none of the pass that ends
+
+
+def refuse_compiled_autograd() -> None:
+    """Asked in a hook of a gradient, where a node runs unless the pass is only traced.
+
+    :raises NotImplementedError: if it is, since autograd will not call at its end
+    """
+    if current_node() is None:
+        raise NotImplementedError("compiled autograd traces backward: compile the module, not its backward pass")

@@ -23,10 +23,16 @@ import torch.distributed as dist
 import torch.distributed.nn.functional
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from common.distributed.agreement import require_agreement
 from common.distributed.dist_env import DistEnv, find_dist_env
 from common.distributed.rank_logging import rank_logging
 from common.errors import UsageError, leaves_together
+from common.gpu.devices import choose_implementation
 from common.signals.stop_request import stop_signals, to_be_requeued
+from ddp.rendezvous.addresses import offer_interface, require_master_address
+from ddp.rendezvous.agent_watch import ending_with_agent
+from ddp.rendezvous.launch_facts import launch_facts
+from ddp.rendezvous.store_prefix import agree_on_prefix
 
 
 @contextlib.contextmanager
@@ -111,8 +117,6 @@ def _leave_group(env: DistEnv, together: bool) -> None:
 def _ending_with_agent() -> contextlib.AbstractContextManager[None]:
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return contextlib.nullcontext()
-    from ddp.rendezvous.agent_watch import ending_with_agent  # only under torchrun
-
     return ending_with_agent()
 
 
@@ -128,9 +132,6 @@ def rendezvous_store(env: DistEnv, timeout_s: float, settings: Any = None) -> St
     """
     store = open_store(env, timeout_s, settings)
     if "RANK" in os.environ:  # a job of ranks
-        from common.distributed.agreement import require_agreement
-        from ddp.rendezvous.launch_facts import launch_facts
-
         require_agreement(store, env.rank, env.world_size, launch_facts(env, settings), timeout_s)
     return store
 
@@ -138,13 +139,9 @@ def rendezvous_store(env: DistEnv, timeout_s: float, settings: Any = None) -> St
 def open_store(env: DistEnv, timeout_s: float, settings: Any = None) -> Store:
     """:func:`rendezvous_store`, before the ranks compare anything."""
     if env.backend == "nccl":
-        from common.gpu.devices import choose_implementation  # only on GPUs
-
         choose_implementation()
     interface = getattr(settings, "interface", None)
     if "RANK" in os.environ or interface is not None:
-        from ddp.rendezvous.addresses import offer_interface
-
         offer_interface(os.environ.get("MASTER_ADDR", "localhost"), interface)
     if "RANK" not in os.environ:  # a group of one needs no rendezvous, and so no port
         return dist.HashStore()  # type: ignore[attr-defined]
@@ -153,15 +150,11 @@ def open_store(env: DistEnv, timeout_s: float, settings: Any = None) -> Store:
     by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # otherwise rank 0 serves the store
     with _store_errors(env, address, port):
         if not by_agent:
-            from ddp.rendezvous.addresses import require_master_address
-
             require_master_address(env, address, port, timeout_s)
         store: Store = dist.TCPStore(  # type: ignore[attr-defined]
             address, port, is_master=env.is_main and not by_agent, timeout=timeout, wait_for_workers=False
         )
         if by_agent:
-            from ddp.rendezvous.store_prefix import agree_on_prefix  # only under torchrun
-
             return PrefixStore(agree_on_prefix(store, env.rank, env.world_size, timeout_s), store)
         return store  # which ranks come is checked by the caller
 

@@ -8,7 +8,7 @@ supervisor.py     logs, checkpoints, stop requests, and the end of an epoch
 from __future__ import annotations
 
 from ddp.checkpoint.storage import RunCheckpoint
-from ddp.resilience.resume import open_run, settle
+from ddp.resilience.resume import complete_settings, open_run
 from ddp.resilience.supervisor import Supervisor, build_guard, supervise
 
-__all__ = ["RunCheckpoint", "Supervisor", "build_guard", "open_run", "settle", "supervise"]
+__all__ = ["RunCheckpoint", "Supervisor", "build_guard", "complete_settings", "open_run", "supervise"]

@@ -48,17 +48,17 @@ class DeviceGuard(ResilientGuard):
         if self._device_decides:
             job.optimizer.register_step_pre_hook(self._pass_to_optimizer)
 
-    def calls_optimizer(self, norm: Tensor | None, report: Tensor) -> bool:
+    def may_step(self, norm: Tensor | None, reports: Tensor) -> bool:
         """True: the optimizer is called in a bad step too. The device has the decision, and changes nothing then.
 
         :raises UsageError: as the other guard's, for the step before
         """
         if not self._device_decides:
-            return super().calls_optimizer(norm, report)
+            return super().may_step(norm, reports)
         losses = self._losses
         self.flags = NO_FLAGS
         self.wait_for_device()
-        job, flags = self._job, self._decide(norm, report)
+        job, flags = self._job, self._flags_of_all_ranks(norm, reports)
         not_finite = flags[NOT_FINITE]
         self._buffers.restore(where=not_finite)
         job.window.rewind(where=not_finite)
@@ -80,7 +80,7 @@ class DeviceGuard(ResilientGuard):
     def wait_for_device(self) -> None:
         """Read the flags of the last step, if they were not read yet. A collective.
 
-        :raises UsageError: as :meth:`calls_optimizer`, for that step
+        :raises UsageError: as :meth:`may_step`, for that step
         """
         unread, self._unread = self._unread, None
         if unread is None:

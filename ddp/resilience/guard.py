@@ -1,11 +1,11 @@
 """The guard of a training step: a bad step does no harm, and all ranks take the same decision.
 
-A training step calls a guard in three places: for its batches, for the report of this rank, and for the decision whether to call
-the optimizer. The default (ddp/job.py) does nothing. This one
+The trainer calls a guard in three places: ``batches`` once per epoch, ``report`` and ``may_step`` once per step. The default
+(ddp/job.py) does nothing. This one
 
 - saves the state that a skipped step would leave behind, BatchNorm's statistics and the metrics, and restores it;
-- reports that a signal asked this rank to stop, that a checkpoint is due, that it met a user error, or that its loss is inf or
-  nan. The step sums the reports of all ranks, so all stop, save, fail or skip after the same step;
+- reports four facts of this rank: asked to stop, checkpoint due, user error, loss not finite. The step sums the reports of
+  all ranks, so all stop, save, fail or skip after the same step;
 - skips a step whose loss or gradients are not finite. One such step would make every weight nan, on every rank, for good;
 - tells the watchdog where this rank is.
 
@@ -64,27 +64,27 @@ NOT_FINITE = Flags._fields.index("not_finite")
 class ResilientGuard(StepGuard):
     """The guard of ``ddp.train``. It is made before the first step, by all ranks together.
 
-    ``flags`` are those of the last step, the same on every rank: ``not_finite`` says that it was skipped. ``stop`` and
-    ``checkpointer`` say what this rank reports.
+    ``flags`` are those of the last step, the same on every rank: ``not_finite`` says that it was skipped. The supervisor sets
+    ``checkpointer``, and lets ``stop`` listen to signals.
     """
 
     def __init__(self, job: Job) -> None:
         # The job owns its guard. A cycle would keep its loader's workers until the garbage collector runs.
         self._job: Job = weakref.proxy(job)
-        self._env, self._network, self._is_sharded = job.env, job.named_module, job.config.is_sharded
+        self._env, self._named_module, self._is_sharded = job.env, job.named_module, job.config.is_sharded
         self.flags = NO_FLAGS
-        self.stop = StopRequest()  # no signal makes one before the supervisor listens
+        self.stop = StopRequest()  # stays unset until supervise() listens for signals
         self.checkpointer: Checkpointer | None = None
         self._losses: list[Tensor] = []  # of this step's micro-steps
         self._one = torch.ones((), device=job.env.device)
         if job.env.device.type == "cpu":
             keep_freed_memory()
         self._buffers = SavedBuffers(job.network)
-        # torch's DDP and fully_shard look at requires_grad once. What is unfrozen later has each rank's own gradients, or none.
-        looks_once = job.config.strategy == "fsdp2" or (job.config.strategy == "torch" and job.env.world_size > 1)
-        self._trained = self._requires_grad() if looks_once else {}  # empty: nothing to compare with
+        # These read requires_grad only when they wrap, so a later change must be refused.
+        fixed_at_wrap = job.config.strategy == "fsdp2" or (job.config.strategy == "torch" and job.env.world_size > 1)
+        self._trained = self._requires_grad() if fixed_at_wrap else {}
         self.save()
-        warm_up(job)
+        warm_up(job)  # a pass that is thrown away; restore() puts BatchNorm back
         self.restore()
 
     def batches(self, loader: Iterable[Batch]) -> Iterator[Batch]:
@@ -99,18 +99,18 @@ class ResilientGuard(StepGuard):
         for micro_step in itertools.cycle(range(job.config.grad_accumulation_steps)):
             if micro_step == 0:
                 self.save()
-            job.watchdog.position = Position(job.step + 1, 2 * micro_step, "data")
+            job.watchdog.position = Position(job.step + 1, 2 * micro_step, "data")  # then training, data, training, ...
             batch = None if source is None else self._attempt(lambda: job.window.next_of(source))
             if job.user_error is not None:
                 batch = job.empty_batch()
-            if batch is None:
+            if batch is None:  # the epoch is over
                 return
             job.watchdog.position = Position(job.step + 1, 2 * micro_step + 1, "training")
             yield batch
             job.window.end_batch()
 
     def _attempt(self, load: Callable[[], T]) -> T | None:
-        """The result; None after an error that a user can mend, such as a loader worker that was killed."""
+        """The result; None after an error that is the user's to fix: it becomes the job's ``user_error``."""
         try:
             return load()
         except (UsageError, RuntimeError, OSError, EOFError) as error:
@@ -135,19 +135,21 @@ class ResilientGuard(StepGuard):
         self._require_same_trained()
         self._losses = losses
         saves_now = self.checkpointer is not None and time.monotonic() >= self.checkpointer.due_at
-        known = Flags(self.stop.number is not None, saves_now, self._job.user_error is not None)
+        known = Flags(stop=self.stop.number is not None, save=saves_now, user_error=self._job.user_error is not None)
         report = torch.zeros(len(known), device=self._env.device)
         for number, flag in enumerate(known):
             if flag:
                 report[number] = 1
-        report[NOT_FINITE] = torch.stack(losses).sum().isfinite().logical_not()  # on the device: the host does not wait
+        report[NOT_FINITE] = ~torch.stack(losses).sum().isfinite()  # on the device: the host does not wait
         return report
 
     def _requires_grad(self) -> dict[str, bool]:
-        return {name: parameter.requires_grad for name, parameter in self._network.named_parameters()}
+        return {name: parameter.requires_grad for name, parameter in self._named_module.named_parameters()}
 
     def _require_same_trained(self) -> None:
-        for name, trained in self._requires_grad().items() if self._trained else ():
+        if not self._trained:
+            return
+        for name, trained in self._requires_grad().items():
             if trained != self._trained[name]:
                 error = UsageError(
                     f"{name} was frozen or unfrozen during training, which --strategy torch and fsdp2 do not see: do it when the "
@@ -156,33 +158,36 @@ class ResilientGuard(StepGuard):
                 error.seen_by_all = True
                 raise error
 
-    def calls_optimizer(self, norm: Tensor | None, report: Tensor) -> bool:
-        """See :class:`StepGuard`.
+    def may_step(self, norm: Tensor | None, reports: Tensor) -> bool:
+        """Undo a bad step, raise user errors, and say whether to call the optimizer.
 
         :raises UsageError: on every rank, if one met a user error, or if too many steps had to be skipped
         """
-        flags = Flags(*self._decide(norm, report).tolist())
+        flags = Flags(
+            *self._flags_of_all_ranks(norm, reports).tolist()
+        )  # .tolist(): the host waits for the device here
         if flags.not_finite:
             self.restore()
         self._conclude(self._job.step + 1, flags, self._losses)
         return not flags.not_finite
 
-    def _decide(self, norm: Tensor | None, report: Tensor) -> Tensor:
+    def _flags_of_all_ranks(self, norm: Tensor | None, reports: Tensor) -> Tensor:
         """The flags of this step, the same on every rank: bool ``[flags]``, on the device.
 
         :param norm: of the gradients. If it is not finite, neither is the step
-        :param report: summed over the ranks
+        :param reports: the sum over the ranks
         """
-        job, flags = self._job, report != 0
+        job, flags = self._job, reports != 0
         if norm is None:
             norm = sum_of_gradients(job.network.parameters())
             if self._is_sharded:
                 self._env.sum_over_ranks(norm)
-        overflow = norm.isfinite().logical_not()
+        overflow = ~norm.isfinite()
         # In fp16 a gradient overflows now and then. GradScaler skips that step by itself, and lowers the scale. It is worth
         # a report only when the scale cannot be lowered further. (scaler.scale() tells the scale without a wait.)
         if job.scaler.is_enabled():
-            overflow &= job.scaler.scale(self._one) * job.scaler.get_backoff_factor() < 1.0
+            next_scale = job.scaler.scale(self._one) * job.scaler.get_backoff_factor()
+            overflow &= next_scale < 1.0
         flags[NOT_FINITE] |= overflow
         return flags
 
@@ -192,35 +197,35 @@ class ResilientGuard(StepGuard):
         :param step: its number, from 1
         :param flags: those of any rank; ``not_finite`` says that the step was skipped
         :param losses: this rank's, one per micro-step
-        :raises UsageError: as :meth:`calls_optimizer`
+        :raises UsageError: as :meth:`may_step`
         """
         self.flags = flags
         if flags.user_error:
             with self._env.fail_together():
-                if self._job.user_error is not None:
+                if self._job.user_error is not None:  # this rank raises it, and the others end with it
                     raise self._job.user_error
         if flags.not_finite:
             report_skipped(self._job, step, losses)
 
     def wait_for_device(self) -> None:
-        """Return when the host knows the flags of all steps until now. A collective. On a CPU it always knows them."""
+        """Return when the host knows the flags of all steps until now. On a CPU it always does: DeviceGuard overrides this."""
 
 
 def report_skipped(job: Job, step: int, losses: list[Tensor]) -> None:
-    """Log a step of the present epoch once, as skipped, and record its samples, to be looked at or run again. A collective.
+    """Log a step as skipped, and write its sample numbers to ``metrics.jsonl``, so that one can look at them. A collective.
 
-    :param step: its number, from 1
+    :param step: its number, from 1; of the present epoch
     :param losses: this rank's, one per micro-step
     :raises UsageError: on every rank, when more than ``--max-skipped-steps`` were skipped
     """
     everyone: list[list[float]] = [[]] * job.env.world_size
     dist.all_gather_object(everyone, [loss.item() for loss in losses])
-    not_finite = {rank: [x for x in own if not math.isfinite(x)] for rank, own in enumerate(everyone)}
-    what = [f"the loss was {own[0]} on rank {rank}" for rank, own in not_finite.items() if own]
+    bad_losses = {rank: [x for x in theirs if not math.isfinite(x)] for rank, theirs in enumerate(everyone)}
+    what = [f"the loss was {bad[0]} on rank {rank}" for rank, bad in bad_losses.items() if bad]
     cause = f"{', '.join(what) or 'a gradient was not finite'} at step {step}"
     job.skipped_steps += 1
-    samples = job.sampler.global_batch(step - 1 - job.epoch * job.sampler.steps_per_epoch).tolist()
-    job.record("skipped", step, losses=everyone, samples=samples)
+    step_in_epoch = step - 1 - job.epoch * job.sampler.steps_per_epoch
+    job.record("skipped", step, losses=everyone, samples=job.sampler.global_batch(step_in_epoch).tolist())
     most = job.config.max_skipped_steps
     if job.skipped_steps > most:
         error = UsageError(
@@ -237,7 +242,7 @@ def report_skipped(job: Job, step: int, losses: list[Tensor]) -> None:
 
 
 def sum_of_gradients(parameters: Iterable[nn.Parameter]) -> Tensor:
-    """0-d; not finite if one element of a gradient is not. (The usual norm would overflow: 1e20 squared is inf.)
+    """A cheap sum, 0-d: inf or nan if any element of a gradient is. (The usual norm would overflow: 1e20 squared is inf.)
 
     On CUDA it is the sum of absolute values, by ``torch._foreach_norm``: a few kernels for all gradients. A CPU adds up the
     plain values in a fraction of the time. A DTensor counts by this rank's part.
@@ -246,6 +251,19 @@ def sum_of_gradients(parameters: Iterable[nn.Parameter]) -> Tensor:
     if gradients and gradients[0].is_cuda:
         return nn.utils.get_total_norm(gradients, norm_type=1.0)
     return torch.stack([gradient.sum() for gradient in gradients]).sum()
+
+
+class BuffersOfDtype(NamedTuple):
+    """The buffers of one dtype, and memory for their values: in one piece (``flat``), and its parts in their shapes.
+
+    So a GPU's host makes four calls a step for each dtype, however many buffers there are. (ResNet-50 has 159.)
+    """
+
+    buffers: list[Tensor]
+    before_flat: Tensor
+    before: list[Tensor]
+    after_flat: Tensor
+    after: list[Tensor]
 
 
 class SavedBuffers:
@@ -257,8 +275,7 @@ class SavedBuffers:
     def __init__(self, network: nn.Module) -> None:
         self._places = [(module._buffers, name) for module in network.modules() for name in module._buffers]
         self._shapes: list[Any] = []
-        # For each dtype: its buffers, memory for their values before the step, and for those after it.
-        self._groups: list[Any] = []
+        self._groups: list[BuffersOfDtype] = []
 
     @torch.no_grad()
     def save(self) -> None:
@@ -268,16 +285,20 @@ class SavedBuffers:
         shapes = [(id(buffer), buffer.shape) for buffer in present]
         if shapes != self._shapes:
             self._shapes = shapes
-            groups = [[buffer for buffer in present if buffer.dtype == dtype] for dtype in {b.dtype for b in present}]
-            self._groups = [(group, _memory_for(group), _memory_for(group)) for group in groups]
-        for group, (_, saved), _ in self._groups:
-            torch._foreach_copy_(saved, group)
+            by_dtype: dict[torch.dtype, list[Tensor]] = {}
+            for buffer in present:
+                by_dtype.setdefault(buffer.dtype, []).append(buffer)
+            self._groups = [
+                BuffersOfDtype(buffers, *_memory_for(buffers), *_memory_for(buffers)) for buffers in by_dtype.values()
+            ]
+        for group in self._groups:
+            torch._foreach_copy_(group.before, group.buffers)
 
     @torch.no_grad()
     def restore(self, where: Tensor | None = None) -> None:
         """After the step.
 
-        :param where: bool 0-d, on the device: whether to restore; always when None. The host need not know it, unless a forward
+        :param where: bool 0-d, on the device: whether to restore; always when None. Only the device reads it, unless a forward
             pass assigned a buffer of another shape
         """
         for (place, name), buffer in zip(self._places, self._buffers, strict=True):
@@ -285,24 +306,20 @@ class SavedBuffers:
             if now is buffer:
                 continue
             if where is not None and now is not None and buffer is not None and now.shape == buffer.shape:
-                buffer.copy_(now)  # the choice comes below
+                buffer.copy_(now)  # torch.where picks below
             elif where is not None and not where:
                 continue
             place[name] = buffer
-        for group, (flat, saved), (flat_now, parts) in self._groups:
+        for group in self._groups:
             if where is None:
-                torch._foreach_copy_(group, saved)
+                torch._foreach_copy_(group.buffers, group.before)
             else:
-                torch._foreach_copy_(parts, group)
-                torch.where(where, flat, flat_now, out=flat_now)
-                torch._foreach_copy_(group, parts)
+                torch._foreach_copy_(group.after, group.buffers)
+                torch.where(where, group.before_flat, group.after_flat, out=group.after_flat)
+                torch._foreach_copy_(group.buffers, group.after)
 
 
 def _memory_for(buffers: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
-    """For the values of buffers of one dtype: in one piece, and its parts in their shapes.
-
-    So a GPU's host makes four calls a step for each dtype, however many buffers there are. (ResNet-50 has 159.)
-    """
     flat = buffers[0].new_empty(sum(buffer.numel() for buffer in buffers))
     parts = flat.split([buffer.numel() for buffer in buffers])
     return flat, [part.view_as(buffer) for part, buffer in zip(parts, buffers, strict=True)]

@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from common.cli import flag_of
 from common.data.datasets import ImageData
+from common.device_errors import raise_explained
 from common.distributed.dist_env import DistEnv, implementation
 from common.distributed.rank_logging import add_log_file
 from common.errors import UsageError
@@ -47,6 +48,7 @@ from common.training.precision import set_arithmetic
 from ddp.checkpoint import directory, storage
 from ddp.checkpoint.storage import Manifest, RunCheckpoint
 from ddp.config import LAUNCH_SETTINGS, TrainConfig
+from ddp.fast import choose_fastest
 
 if TYPE_CHECKING:
     import psutil
@@ -60,7 +62,7 @@ IDENTITY = (
 )  # fmt: skip
 
 
-def settle(config: TrainConfig, env: DistEnv) -> TrainConfig:
+def complete_settings(config: TrainConfig, env: DistEnv) -> TrainConfig:
     """The settings of this start, checked, with all that ``--fast`` leaves open; this rank's device is set to them. A collective.
 
     :raises UsageError: on every rank, for settings that contradict each other or do not fit the number of ranks
@@ -68,8 +70,6 @@ def settle(config: TrainConfig, env: DistEnv) -> TrainConfig:
     with env.fail_together():
         config.check(env.world_size)
     if config.fast:
-        from ddp.fast import choose_fastest
-
         agents = agents_of(env)
         config = choose_fastest(config, env, env.from_rank_0(lambda: _chosen_before(config, agents)))
     set_arithmetic(env.device, config.tf32, config.deterministic, config.cudnn_benchmark)
@@ -125,8 +125,6 @@ def open_run(config: TrainConfig, env: DistEnv, data: ImageData) -> Iterator[Run
             try:
                 yield checkpoint
             except (RuntimeError, MemoryError) as error:
-                from common.device_errors import raise_explained
-
                 raise_explained(error, env.device, config.less_memory)
                 raise
         except UsageError:

@@ -1,6 +1,7 @@
 """The services beside the training loop of a job: metrics, checkpoints in time, stop requests, the watchdog, progress.
 
-The loop in ddp/train.py calls it after each step and each epoch. Nothing here changes what is computed.
+The loop in ddp/train.py calls it at the beginning, which restores a checkpoint, after each step, and after each epoch, which it
+counts. It changes nothing else of what is computed.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from common.data.loaders import loader_errors
 from common.distributed.dist_env import implementation
 from common.distributed.rank_logging import Progress
 from common.files.run_directory import require_lock
+from common.gpu.report import log_gpu
 from common.signals import early_signals
 from common.signals.stop_request import StopRequest, StopTogether, exit_status, signal_name
 from common.stdout import print_results
@@ -31,7 +33,11 @@ from ddp.checkpoint.state import restore
 from ddp.checkpoint.storage import RunCheckpoint, name_of
 from ddp.data import faster_loading
 from ddp.job import Job
+from ddp.resilience.device_guard import DeviceGuard
 from ddp.resilience.guard import ResilientGuard
+from ddp.resilience.profiling import profile_steps
+from ddp.resilience.replica_check import require_equal_replicas
+from ddp.sharded.equal_batches import equally_many
 
 logger = logging.getLogger("ddp.train")
 
@@ -39,8 +45,6 @@ logger = logging.getLogger("ddp.train")
 def build_guard(job: Job) -> ResilientGuard:
     """The guard for this rank's device; see :class:`ResilientGuard`. A collective."""
     if job.env.device.type == "cuda":
-        from ddp.resilience.device_guard import DeviceGuard
-
         return DeviceGuard(job)
     return ResilientGuard(job)
 
@@ -64,8 +68,6 @@ def supervise(job: Job, checkpoint: RunCheckpoint | None) -> Iterator[Supervisor
         f"{job.sampler.micro_batch_size} samples, {arithmetic}, {env.backend}, --workers {job.loader.num_workers}"
     )
     if env.device.type == "cuda":
-        from common.gpu.report import log_gpu
-
         log_gpu(env.device, implementation(env.device))
     job.measure_mfu()
     with env.fail_together():
@@ -86,8 +88,6 @@ def supervise(job: Job, checkpoint: RunCheckpoint | None) -> Iterator[Supervisor
         steps = config.epochs * job.sampler.steps_per_epoch
         job.progress = entered.enter_context(Progress(env, "train", steps, job.step))
         if config.profile:
-            from ddp.resilience.profiling import profile_steps
-
             supervisor.profile_step = entered.enter_context(profile_steps(env, config.run_dir / "profile"))
         guard.checkpointer = supervisor.checkpointer
         yield supervisor
@@ -110,8 +110,6 @@ class Supervisor:
         self.profile_step()
         last = job.step_in_epoch == job.sampler.steps_per_epoch
         if config.check_replicas_every and job.step % config.check_replicas_every == 0:
-            from ddp.resilience.replica_check import require_equal_replicas
-
             job.watchdog.at(job.step, "replica check")
             require_equal_replicas(job.network, job.step)
         save = self.guard.flags.save or self.checkpointer.due(job.step)
@@ -132,8 +130,6 @@ class Supervisor:
 
         batches = loaded()
         if self.job.config.is_sharded:
-            from ddp.sharded.equal_batches import equally_many
-
             batches = equally_many(batches, self.job.data, self.job.env)
         return self.job.watchdog.each(batches, "evaluation")
 

@@ -23,7 +23,7 @@ def clip_grad_norm_(parameters: Iterable[nn.Parameter], max_norm: float) -> Tens
     :returns: the norm before, 0-d, in fp32 or a wider dtype; the same on every rank
     """
     gradients = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
-    # Squares overflow in fp16. A rank may have shards of some dtypes only, but the empty ones tell it of the others.
+    # At least fp32, since squares overflow in fp16. Empty shards count here: so all ranks see all dtypes, and choose the same.
     dtype = functools.reduce(torch.promote_types, [one.dtype.to_real() for one in gradients], torch.float32)
     gradients = [gradient for gradient in gradients if gradient.numel()]
     square = torch.nn.utils.get_total_norm(gradients).to(dtype) ** 2

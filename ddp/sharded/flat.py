@@ -1,8 +1,8 @@
 """The parameters of a unit in one flat tensor: *whole* to compute with, and this rank's *shard* to optimize.
 
-A *shard parameter* is the part of a parameter that lies in this rank's shard: 1-d, perhaps empty. The optimizer gets it in the
-parameter's place. Optimizers that treat each element by itself (SGD, Adam, AdamW, ...) take the same steps on shard parameters as
-on whole ones. Those that look at a whole parameter (Muon, Shampoo, Adafactor, LAMB) do not.
+A *shard parameter* is this rank's part of one parameter, 1-d, maybe empty. The optimizer gets it in the parameter's place.
+Optimizers that treat each element by itself (SGD, Adam, AdamW, ...) take the same steps on shard parameters as on whole ones.
+Those that look at a whole parameter (Muon, Shampoo, Adafactor, LAMB) do not.
 """
 
 from __future__ import annotations
@@ -23,15 +23,17 @@ Owner = tuple[nn.Module, str]  # a module, and the name of a parameter in it
 class FlatParameters(FlatLayout):
     """Parameters of one dtype and device, to be trained. A collective.
 
-    ``whole`` and ``shard`` are flat tensors: all elements, and this rank's. ``whole_parameters`` and ``shard_parameters`` are the
-    parameters in them. ``gradient`` is the flat gradient of the whole ones, while there is any. ``shard_in_whole`` says whether the
-    shard lies in the memory of ``whole``, or in its own.
+    - ``whole``: all elements, flat ``[numel]``.
+    - ``shard``: this rank's part of them, flat ``[shard_numel]``.
+    - ``whole_parameters``, ``shard_parameters``: ``nn.Parameter``s viewing ``whole`` and ``shard``.
+    - ``gradient``: the flat gradient of ``whole``, ``[numel]``; None while there is none.
+    - ``shard_in_whole``: True if ``shard`` views ``whole``, False if it has memory of its own.
 
     :param owners: for each parameter by name, the modules that hold it: several if it is tied
     :param group: the ranks that share it; rank 0's values are sent to all
     :param collectives: gathers parameters, and reduces gradients
-    :param compute: the dtype in which parameters are gathered and used; their own when None. Shards, gradients and the optimizer's state
-        keep the parameters' own
+    :param compute: the dtype of gather, forward and backward only, not of shards, gradients and optimizer state; None is the
+        parameters' own
     :param stage: 1 keeps parameters and gradients whole; 2 the parameters only; 3 neither
     """
 
@@ -49,11 +51,11 @@ class FlatParameters(FlatLayout):
         self.owners = dict(owners)
         self._gather, self._reduce = collectives
         self._size, self._stage = group.size(), stage
-        originals = [module.get_parameter(name) for (module, name), *_ in owners.values()]
+        originals = [module.get_parameter(name) for module, name in (holders[0] for holders in owners.values())]
         first = originals[0]
         self.dtype, self.device = first.dtype, first.device
         compute = compute or self.dtype
-        # Only shapes and strides are kept: the parameters' memory is freed when their owners hold the new ones.
+        # Meta tensors have shapes and strides only: the originals' memory is freed when the modules hold the new parameters.
         like = [torch.empty_like(original, device="meta") for original in originals]
         super().__init__(like, group.rank(), group.size(), compute.itemsize, self.dtype.itemsize)
 
@@ -62,22 +64,23 @@ class FlatParameters(FlatLayout):
             view.copy_(original.detach())
         dist.broadcast(values, group=group, group_src=0)
         self.whole = values.to(compute)
+        # .to() returns ``values`` itself if the dtype is the same: then the shard can be a view of it.
         self.shard_in_whole = stage < 3 and self.whole is values
         self.shard = self.own(values) if self.shard_in_whole else self.own(values).clone()
         self.whole_parameters = [parameter_in(view, self.whole_class) for view in self.views(self.whole)]
         self.shard_parameters = [parameter_in(part, self.shard_class) for part in self.parts(self.shard)]
-        self.held: Sequence[nn.Parameter] = ()  # those of the two that the modules hold now
+        self.held: Sequence[nn.Parameter] = ()  # the list that the modules hold now
         self.install(self.whole_parameters)
-        self.is_whole = True  # or being gathered
+        self.is_whole = True  # ``whole`` has memory; a gather may still be filling it
         self._gathering: Pending | None = None
 
         self.gradient: Tensor | None = None
         self._gradient_views: list[Tensor] = []
-        if stage == 1:  # it is kept, so it lies where the reduction takes place without a copy
+        if stage == 1:  # kept at stage 1: allocated where reduce-scatter works in place
             self.gradient = self._reduce.allocate(self.numel, self.dtype, self.device)
             self._gradient_views = self.views(self.gradient)
-        self._filled: set[int] = set()  # indices of parameters whose gradient is in ``gradient``
-        self._ready: set[int] = set()  # indices of those that came in the running backward pass
+        self._accumulated: set[int] = set()  # indices of parameters whose gradient is in ``gradient``
+        self._came_in_this_pass: set[int] = set()  # indices of those from the running backward pass
         self._reducing: Pending | None = None
 
     def install(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -92,13 +95,13 @@ class FlatParameters(FlatLayout):
 
     @property
     def outdated(self) -> bool:
-        """Whether the parameters must be gathered before they are used."""
+        """Whether the parameters must be gathered before they are used. (protected/flat.py adds: or a shard was written to.)"""
         return not self.is_whole
 
     def start_gather(self) -> None:
         """Begin to gather the whole parameters; :meth:`finish_gather` waits for them."""
         if not self.is_whole:
-            self.whole.untyped_storage().resize_(self.whole.nbytes)
+            self.whole.untyped_storage().resize_(self.whole.nbytes)  # gives back the memory that free() took
             self.is_whole = True
         if not self.shard_in_whole:
             self.own(self.whole).copy_(self.shard)
@@ -113,7 +116,8 @@ class FlatParameters(FlatLayout):
         self.install(self.whole_parameters)
 
     def free(self) -> None:
-        """Free the whole parameters. Until the next gather, the modules hold shards: to compute with them is an error, not a crash.
+        """Free the whole parameters. Until the next gather the modules hold shards: computing then raises, instead of reading freed
+        memory.
 
         Only the memory goes. The tensors stay, with all that autograd has saved of them, and are right again when
         :meth:`start_gather` has brought the memory back.
@@ -134,16 +138,17 @@ class FlatParameters(FlatLayout):
         parameter = self.whole_parameters[index]
         gradient, parameter.grad = parameter.grad, None
         assert gradient is not None
-        if not self._filled:
+        if not self._accumulated:
             self._begin_gradient()
         view, gradient = self._gradient_views[index], gradient.detach()
-        if index in self._filled:  # by an earlier micro-step
-            view.add_(gradient, alpha=1 / self._size)
+        scale = 1 / self._size  # divided now, so the sum over ranks is the average
+        if index in self._accumulated:  # by an earlier micro-step
+            view.add_(gradient, alpha=scale)
         else:
-            torch.mul(gradient.to(view.dtype), 1 / self._size, out=view)
-        self._filled.add(index)
-        self._ready.add(index)
-        return len(self._ready) == len(self.whole_parameters)
+            torch.mul(gradient.to(view.dtype), scale, out=view)
+        self._accumulated.add(index)
+        self._came_in_this_pass.add(index)
+        return len(self._came_in_this_pass) == len(self.whole_parameters)
 
     def _begin_gradient(self) -> None:
         if self.gradient is None:
@@ -151,7 +156,7 @@ class FlatParameters(FlatLayout):
             for begin, end in self.gaps:
                 self.gradient[begin:end] = 0
             self._gradient_views = self.views(self.gradient)
-        else:  # stage 1: this pass overwrites the memory in which the shard parameters may still have gradients
+        else:  # stage 1: one buffer is reused, and .grad may view it: move old gradients out
             for parameter in self.shard_parameters:
                 if parameter.grad is not None:
                     parameter.grad = parameter.grad.clone()
@@ -159,12 +164,12 @@ class FlatParameters(FlatLayout):
     @torch.no_grad()
     def start_reduce(self) -> None:
         """Begin to average the gradients; parameters that have none on this rank contribute zeros."""
-        if not self._filled:
+        if not self._accumulated:  # nothing used here: send zeros
             self._begin_gradient()
         for index, view in enumerate(self._gradient_views):
-            if index not in self._filled:
+            if index not in self._accumulated:
                 view.zero_()
-        self._filled.clear()
+        self._accumulated.clear()
         assert self.gradient is not None
         if self.shard_numel:
             self._reducing = self._reduce.start_reduce_scatter(self.gradient)
@@ -177,25 +182,28 @@ class FlatParameters(FlatLayout):
             self._reducing.wait()
             self._reducing = None
         averages = self.own(self.gradient)
-        if self._stage > 1:  # the whole gradient is freed
+        if self._stage > 1:  # drop_gradient() below frees the whole gradient
             averages = averages.clone()
         for parameter, gradient in zip(self.shard_parameters, self.parts(averages), strict=True):
-            parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
+            if parameter.grad is not None:
+                gradient.add_(parameter.grad)  # old gradient added into the new view
+            parameter.grad = gradient
         self.drop_gradient()
 
     def drop_gradient(self) -> None:
-        """Forget whole gradients."""
-        self._filled.clear()
+        """Drop unreduced gradients; from stage 2 on free them."""
+        self._accumulated.clear()
         if self._stage > 1:
             self.gradient, self._gradient_views = None, []
 
     def end_pass(self) -> None:
-        """The backward pass is over, or was abandoned."""
-        self._ready.clear()
+        """The backward pass is over, or an exception ended it."""
+        self._came_in_this_pass.clear()
 
 
 def parameter_in(memory: Tensor, kind: type[nn.Parameter]) -> nn.Parameter:
-    """A parameter in this memory. It counts its own versions: autograd does not see when other views are written."""
+    """A parameter in this memory. Set through ``.data``: it gets its own version counter, so autograd does not see writes through
+    other views."""
     parameter = kind(memory.new_empty(0))
     parameter.data = memory
     return parameter

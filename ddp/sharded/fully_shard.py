@@ -1,4 +1,4 @@
-"""torch's ``fully_shard`` with the face of the stages by hand: ``parameters()`` are this rank's part of each, under the plain module's
+"""torch's ``fully_shard`` with the interface of the stages by hand: ``parameters()`` are this rank's part of each, under the plain module's
 names; ``no_sync()``; ``process_group``; and ``module``, which is sharded.
 """
 
@@ -32,7 +32,8 @@ class FullyShard(nn.Module):
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # takes half a second to import
 
-        module = to_device(module, device, torch.contiguous_format)  # it takes no other, of no parameter
+        # fully_shard takes contiguous parameters only.
+        module = to_device(module, device, torch.contiguous_format)
         for parameter in module.parameters():
             parameter.data = parameter.data.contiguous()
         require_same_modules(module, {"--strategy": "fsdp2"})
@@ -55,8 +56,8 @@ class FullyShard(nn.Module):
                         f"with elements, of one dtype ({first}) per unit: use zero3"
                     )
         mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-        for unit in (*units, root):
-            materialize(unit, device)  # one at a time is whole
+        for unit in (*units, root):  # fully_shard wants the root last
+            materialize(unit, device)  # one unit at a time is whole
             fully_shard(unit.module, mesh=mesh, mp_policy=policy)
         self.module: Any = module
         assert dist.group.WORLD is not None

@@ -20,7 +20,7 @@ ALIGNMENT = 64  # bytes
 
 
 class FlatLayout:
-    """The places of some parameters in a flat tensor ``[ranks * shard_numel]``, and in this rank's shard of it.
+    """Where parameters lie in a flat tensor ``[ranks * shard_numel]``, and in this rank's shard of it.
 
     :param like: for each parameter, a tensor of its shape and strides, perhaps on the meta device
     :param itemsize: bytes per element of the flat tensor
@@ -34,18 +34,20 @@ class FlatLayout:
         self._begins = list(itertools.accumulate(aligned, initial=0))[:-1]
         self._ends = [begin + one.numel() for begin, one in zip(self._begins, self.like, strict=True)]
         even = _round_up(self._ends[-1], ranks) // ranks
-        # torch's fused optimizers round the last elements of a tensor, which fill no vector, in another way. So cut between
-        # vectors, if that leaves something for the last rank.
+        # torch's fused optimizers work on vectors, and round the elements left over at a tensor's end in another way. So cut
+        # between vectors, if that leaves something for the last rank.
         in_vectors = _round_up(even, ALIGNMENT // shard_itemsize)
         self.shard_numel = in_vectors if in_vectors * (ranks - 1) < self._ends[-1] else even
         self.numel = self.shard_numel * ranks
         following = [*self._begins[1:], self.numel]
+        # Padding, as (begin, end): after each parameter, to the next.
         self.gaps = [(end, begin) for end, begin in zip(self._ends, following, strict=True) if end < begin]
         offset = rank * self.shard_numel
+        # All begins, then all ends: relative to this rank's shard, and clamped to it.
         in_shard = [
             [min(max(at - offset, 0), self.shard_numel) for at in at_all] for at_all in (self._begins, self._ends)
         ]
-        # Where each parameter begins and ends in this rank's shard; the same twice if it has nothing there.
+        # Each parameter's (begin, end) in this rank's shard; both are equal if it has no elements there.
         self._own_bounds = list(zip(*in_shard, strict=True))
 
     def views(self, flat: Tensor) -> list[Tensor]:
@@ -62,7 +64,7 @@ class FlatLayout:
         return [shard[begin:end] for begin, end in self._own_bounds]
 
     def begins(self) -> list[int]:
-        """At which of its parameter's elements each part of this rank's shard begins."""
+        """For each part of this rank's shard, the index in its parameter at which the part begins."""
         offset = self._rank * self.shard_numel
         return [min(max(offset, begin), end) - begin for begin, end in zip(self._begins, self._ends, strict=True)]
 

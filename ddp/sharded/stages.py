@@ -49,7 +49,7 @@ def shard(
 def _collectives(name: str) -> ShardedAllReduce:
     group = dist.group.WORLD
     assert group is not None
-    if name == "backend":  # gathers and reductions run at the same time, each kind in an order of its own
+    if name == "backend":  # gathers and reductions are in flight at once, so each has its own process group
         group = another_group(group)
     algorithm = build_all_reduce(name, group)
     if not isinstance(algorithm, ShardedAllReduce):

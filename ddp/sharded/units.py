@@ -45,19 +45,20 @@ def divide(module: nn.Module, units: Iterable[nn.Module] | None = None) -> list[
             f"{one} and {other} share memory, but are two parameters, whose shards would differ: let both modules have the same one"
         )
     chosen = dict(_repeated_blocks(module)) if units is None else _checked(module, list(units))
-    at: dict[nn.Parameter, set[str]] = {}
+    found_in: dict[nn.Parameter, set[str]] = {}  # names of units, "" for the root
     owners: dict[nn.Parameter, list[Owner]] = {}
-    names = {parameter: name for name, parameter in module.named_parameters()}  # some wrappers leave their own part out
+    # Not from named_modules(): torch's checkpoint_wrapper leaves its own prefix out of parameters' names.
+    names = {parameter: name for name, parameter in module.named_parameters()}
     for path, part in module.named_modules(remove_duplicate=False):  # a module may lie in two units
         for name, parameter in part._parameters.items():
             if parameter is not None:
                 unit = next((unit for unit in chosen if _is_in(path, unit)), "")
-                at.setdefault(parameter, set()).add(unit)
+                found_in.setdefault(parameter, set()).add(unit)
                 if (part, name) not in owners.setdefault(parameter, []):
                     owners[parameter].append((part, name))
     parts = {name: Unit(name, part, {}) for name, part in {"": module, **chosen}.items()}
-    for parameter, places in at.items():
-        home = places.pop() if len(places) == 1 else ""
+    for parameter, places in found_in.items():
+        home = places.pop() if len(places) == 1 else ""  # shared by several units: to the root
         parts[home].owners[names[parameter]] = owners[parameter]
     return [unit for name, unit in parts.items() if unit.owners or not name]
 
@@ -66,7 +67,8 @@ def by_dtype(unit: Unit) -> Iterator[dict[str, list[Owner]]]:
     """The parameters of a unit that are trained, in groups of one dtype and device each."""
     kinds: dict[tuple[torch.dtype, torch.device], dict[str, list[Owner]]] = {}
     for name, owners in unit.owners.items():
-        parameter = owners[0][0].get_parameter(owners[0][1])
+        part, attribute = owners[0]
+        parameter = part.get_parameter(attribute)
         if parameter.requires_grad:
             kinds.setdefault((parameter.dtype, parameter.device), {})[name] = owners
     yield from kinds.values()

@@ -1,7 +1,7 @@
 """ZeRO stage 1: all ranks compute with all parameters, and each optimizes only its own shard of them.
 
     model = shard(network, stage=1)
-    optimizer = torch.optim.AdamW(model.parameters())  # of this rank's shards: its state is a p-th of DDP's
+    optimizer = torch.optim.AdamW(model.parameters())  # of this rank's shards: on p ranks, 1/p of DDP's state
     model(inputs).sum().backward()                     # the gradients of the shards are now averages over the ranks
     optimizer.step()                                   # of this rank's shards; then the new parameters are gathered
 
@@ -10,14 +10,13 @@ In DDP every rank takes the same step, p times the same work and p times the sam
     forward, backward  ->  reduce-scatter of gradients  ->  step of one shard  ->  all-gather of parameters
 
 The last three are ``_reduce``, called when autograd is done; the optimizer's own step; and ``_after_step``, which torch's
-optimizers call. (In the next forward pass, the gather could be hidden behind the first units. But what reads the weights in
-between would read old ones.)
+optimizers call. (The gather could be delayed into the next forward; readers in between would see old weights.)
 
 The two collectives together are DDP's all-reduce, with the step in between: as many bytes, and the same bits.
 (Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, 2020, arXiv 1910.02054, section 5.1.)
 
-The classes of this staircase are for models that nobody touches between passes but by ``optimizer.step()``. What users may do
-beside that is followed or refused in ddp/sharded/protected/, which ``shard()`` adds.
+These classes assume that only ``optimizer.step()`` changes the model between passes. Freezing, editing or copying the model:
+ddp/sharded/protected/, whose models ``shard()`` returns.
 """
 
 from __future__ import annotations
@@ -41,15 +40,14 @@ from ddp.sharded.units import Unit, by_dtype, divide
 
 class ZeRO1(nn.Module):
     """Shards the optimizer's state of ``module`` over the ranks. The module's parameters are replaced: build the optimizer
-    from this wrapper's :meth:`parameters`, which are this rank's shards, by the names of the whole ones. Frozen
-    parameters and buffers stay whole on every rank. A collective.
+    from this wrapper's :meth:`parameters`, which are this rank's shards, under the original names. Frozen parameters
+    and buffers stay whole on every rank. A collective.
 
-    :param module: the same on every rank, but for the values: those of rank 0 are sent to all
+    :param module: the same on every rank; values may differ, since rank 0's are broadcast
     :param units: the submodules whose parameters travel together, see :func:`ddp.sharded.units.divide`
-    :param collectives: one for parameters and one for gradients, since these are sent at the same time, each kind in an order of
-        its own
+    :param collectives: (for parameters, for gradients): both are in flight at once
     :param compute: the dtype in which parameters are sent and computed with; their own when None
-    :raises ValueError: if the units are no division of the model
+    :raises ValueError: for units that :func:`ddp.sharded.units.divide` refuses
     """
 
     stage = 1
@@ -67,15 +65,16 @@ class ZeRO1(nn.Module):
         self.module, self.process_group = module, dist.group.WORLD
         self._collectives, self._compute = collectives, compute
         self._names = list(dict(module.named_parameters()))
-        self._running = False  # a backward pass
+        self._running = False  # True during a backward pass
         self._synchronizes = True  # False within no_sync
+        # _after_step runs after every optimizer's step in this process.
         self._hooks: list[Any] = [register_optimizer_step_post_hook(self._after_step)]
         self.flats: list[FlatParameters] = []
-        self._flats_of: dict[str, list[FlatParameters]] = {}
+        self._flats_of: dict[str, list[FlatParameters]] = {}  # by the unit's name: used at stage 3
         self.units = divide(module, units)
         for unit in self.units:
             self._add(unit)
-        in_shards = dict(self.named_parameters())
+        in_shards = dict(self.named_parameters())  # overridden below: shards only
         frozen = [parameter for name, parameter in module.named_parameters() if name not in in_shards]
         broadcast([*frozen, *module.buffers()], 0, self.process_group)
 
@@ -108,8 +107,7 @@ class ZeRO1(nn.Module):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Within this block, backward passes add to the gradients on this rank alone, which stay whole until the next that
-        synchronizes."""
+        """Within this block, gradients add up unreduced until a backward pass outside."""
         before, self._synchronizes = self._synchronizes, False
         try:
             yield
@@ -120,7 +118,7 @@ class ZeRO1(nn.Module):
         """Free the threads and connections of the collectives; the model cannot be trained further."""
         for collectives in self._collectives:
             collectives.close()
-        for hook in self._hooks:  # autograd holds them, which hold this model: a cycle that Python cannot see
+        for hook in self._hooks:  # hooks keep this model alive; Python's GC cannot see the cycle
             hook.remove()
 
     # In and after a backward pass: the gradients
@@ -128,7 +126,7 @@ class ZeRO1(nn.Module):
     def _ready(self, flat: FlatParameters, index: int, _: Tensor) -> None:
         """Autograd has put the gradient of a parameter into ``.grad``."""
         self._begin_backward()
-        flat.add_gradient(index)
+        flat.add_gradient(index)  # its result is used from stage 2 on
 
     def _begin_backward(self) -> None:
         if not self._running:
@@ -140,6 +138,7 @@ class ZeRO1(nn.Module):
     def _finish(self) -> None:
         """Backward is over: average what was not averaged yet."""
         self._running = False
+        # Unlike DDP, which decides in forward: here no_sync must cover backward. Cover both.
         if self._synchronizes:
             self._reduce()
         self._end_pass()
@@ -157,7 +156,7 @@ class ZeRO1(nn.Module):
     # After an optimizer's step: the parameters
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        """An optimizer has stepped. If it has these shards, all ranks gather the new parameters."""
+        """An optimizer has stepped. If that optimizer has shards of this model, all ranks gather the new parameters."""
         stepped = {one for group in optimizer.param_groups for one in group["params"]}
         if not stepped.isdisjoint(self.parameters()):
             self._gather_all()

@@ -5,12 +5,12 @@
     model(inputs).sum().backward()
     optimizer.step()
 
-At stage 1 every rank holds all gradients until the end of backward, and then uses a p-th of them. Here the gradients of a unit
+At stage 1 every rank holds all gradients until the end of backward, and then uses 1/p of them. Here the gradients of a unit
 are reduce-scattered as soon as the last of them is ready, while backward goes on with the layers below, and are then freed. A
 rank holds its shard of all gradients, and the whole gradients of the units in flight. (arXiv 1910.02054, section 5.2.)
 
-``no_sync`` gives that up: gradients that are not reduced stay whole until they are. To accumulate in a p-th of the memory,
-leave it out: shards add up too, for one reduce-scatter in each micro-step.
+Within ``no_sync`` nothing is reduced, so gradients stay whole. Without it, each micro-step costs a reduce-scatter, and only the
+shards' gradients add up, in 1/p of the memory.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class ZeRO2(ZeRO1):
 
     def _begin_backward(self) -> None:
         if not self._running:
-            # The order in which gradients are reduced, on every rank.
+            # Not sent yet: last unit first, as backward goes. All ranks send in this order.
             self._waiting = deque(reversed(self.flats) if self._synchronizes else ())
-            self._complete: set[FlatParameters] = set()
-            self._sent: deque[FlatParameters] = deque()
+            self._complete: set[FlatParameters] = set()  # all gradients came in this pass
+            self._sent: deque[FlatParameters] = deque()  # in flight
         super()._begin_backward()
 
     def _ready(self, flat: FlatParameters, index: int, _: Tensor) -> None:
@@ -47,7 +47,7 @@ class ZeRO2(ZeRO1):
                 self._send()
 
     def _send(self) -> None:
-        """Start the next reduce-scatter, when there are not too many in flight."""
+        """Start the next reduce-scatter. If :data:`IN_FLIGHT` run already, wait for the oldest first."""
         if len(self._sent) == IN_FLIGHT:
             self._sent.popleft().finish_reduce()
         flat = self._waiting.popleft()
@@ -55,7 +55,7 @@ class ZeRO2(ZeRO1):
         self._sent.append(flat)
 
     def _reduce(self) -> None:
-        while self._waiting:  # some parameters were not used
+        while self._waiting:  # units in which some parameters were not used, and those behind them
             self._send()
         while self._sent:
             self._sent.popleft().finish_reduce()

@@ -39,7 +39,7 @@ class ZeRO3(ZeRO2):
 
     def __init__(self, *arguments: Any, **more: Any) -> None:
         super().__init__(*arguments, **more)
-        self._order: list[Unit] = []  # in which the units run, as seen in the first forward pass
+        self._order: list[Unit] = []  # the units as they ran in the first forward pass, the root first
         self._order_is_known = False
 
     def _add(self, unit: Unit) -> None:
@@ -50,26 +50,27 @@ class ZeRO3(ZeRO2):
         unit.module.register_forward_hook(functools.partial(self._after_forward, unit))
 
     def _before_forward(self, unit: Unit, *_: object) -> None:
-        if in_backward():  # activation checkpointing
+        if in_backward():  # activation checkpointing runs forward again
             self._gather(unit, -1)
             return
         if not unit.name:
-            self._free_all()  # after a forward pass without a backward pass, the root may have parameters of an earlier step
+            self._free_all()  # if no backward pass came after the last forward pass, the root still has old parameters
         if not self._order_is_known:
-            self._order = [*self._order, unit] if unit.name else [unit]
+            self._order = [*self._order, unit] if unit.name else [unit]  # the root runs first: begin anew
         self._gather(unit, 1)
 
     def _after_forward(self, unit: Unit, module: nn.Module, inputs: object, output: object) -> None:
         if in_backward():  # activation checkpointing: the unit's backward pass comes next
             return
-        self._order_is_known |= not unit.name
-        if not torch.is_grad_enabled():
+        self._order_is_known |= not unit.name  # the root ends last: all units have run
+        if not torch.is_grad_enabled():  # no backward pass comes
             self._free(unit) if unit.name else self._free_all()
             return
         outputs = [tensor for tensor in tensors_in(output) if tensor.grad_fn is not None]
         for tensor in outputs:
             tensor.register_hook(lambda _: self._before_backward(unit))
-        # The root's backward pass begins at once. A unit without outputs that autograd knows would not be gathered in backward.
+        # The root stays whole, since its backward pass begins at once. So does a unit whose outputs have no grad_fn: no hook would
+        # gather it in backward.
         if outputs and unit.name:
             self._free(unit)
 
@@ -94,7 +95,7 @@ class ZeRO3(ZeRO2):
         """
         self._start_gather(unit)
         if self._order_is_known and unit in self._order:
-            # Before the root, which begins, comes the unit that ran last.
+            # In backward the root (index 0) comes first, then index -1: the unit that ran last. In forward nothing follows that one.
             for following in self._order[self._order.index(unit) + direction :][:1]:
                 self._start_gather(following)
         for flat in self._flats_of[unit.name]:

@@ -50,6 +50,7 @@ from ddp.watchdog.failure_detector import (
     missing_ranks,
     silent_ranks,
 )
+from ddp.watchdog.flight_recorder import write_collectives
 
 logger = logging.getLogger(__name__)
 
@@ -261,8 +262,6 @@ class Watchdog:
         end_at_once(1)
 
     def _write_collectives(self, folder: Path) -> None:
-        from ddp.watchdog.flight_recorder import write_collectives
-
         try:
             write_collectives(folder, self._env.rank, self._env.device)
         except Exception as error:  # torch's functions are internal, and the disk may be full: the process has to end

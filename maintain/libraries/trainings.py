@@ -21,7 +21,7 @@ from common.models.build import build_model
 from ddp.bench.overhead import endless_batches, trainer_step
 from ddp.config import TrainConfig
 from ddp.ladder.rungs import BATCH_SIZE, LEARNING_RATE, OneByOne, Training
-from ddp.resilience import settle
+from ddp.resilience import complete_settings
 from ddp.train import build_job
 
 
@@ -35,7 +35,7 @@ class OurTraining(Training):
         super().__init__(env, data)
         recipe: dict[str, Any] = {"optimizer": "adam", "lr": LEARNING_RATE, "schedule": "constant"}
         config = TrainConfig(batch_size=BATCH_SIZE, warmup_epochs=0, **recipe, **settings)
-        job = build_job(settle(config, env), env, data)
+        job = build_job(complete_settings(config, env), env, data)
         self._network, self._step = job.network, trainer_step(job, self._timed(endless_batches(job)))
 
 

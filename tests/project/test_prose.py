@@ -20,7 +20,7 @@ PAGES = (
     *(f"ddp/{part}/README.md" for part in PARTS),
 )
 INVERTED = re.compile(r"(Of|What)\b")  # the first word of a sentence that begins with its object
-FOLDERS = ("common", "dataloading", "dataparallel", "ddp", "docs", "examples", "tests")
+FOLDERS = ("common", "dataloading", "dataparallel", "ddp", "docs", "examples", "maintain", "tests")
 LONGEST_SENTENCE, MEDIAN_SENTENCE, SENTENCES, COLUMNS = 32, 15, 5, 120  # words, words, of a paragraph, of a line
 
 

@@ -1,4 +1,4 @@
-"""A unit's parameters, which users read and write between passes, and of which some get no gradient, or none that is finite."""
+"""The parameters of a unit that users may read and write between passes. Some may be unused, or have gradients that are not finite."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ class ProtectedFlat(FlatParameters):
     whole_class, shard_class = WholeParameter, WatchedParameter
 
     def __init__(self, owners: Mapping[str, Sequence[Owner]], *arguments: Any) -> None:
-        originals = [module.get_parameter(attribute) for (module, attribute), *_ in owners.values()]
+        originals = [module.get_parameter(name) for module, name in (holders[0] for holders in owners.values())]
         super().__init__(owners, *arguments)
         for name, original, shard in zip(owners, originals, self.shard_parameters, strict=True):
             vars(shard).update(vars(original))  # the user's own attributes, such as no_decay
             original._sharded_as = name  # type: ignore[attr-defined]
-        # All that users may hold, and the memory in which it must stay.
+        # All parameters that users may hold, and the tensor in whose memory they must stay.
         self.reachable = [(self.whole_parameters, self.whole), (self.shard_parameters, self.shard)]
-        self._shard_writes = writes(self.shard_parameters)  # when they were gathered
-        self._whole_writes = writes(self.whole_parameters)
+        self._shard_writes = writes(self.shard_parameters)  # counted at the last gather
+        self._whole_writes = writes(self.whole_parameters)  # counted when last looked at
         self.used: list[bool] = []  # which parameters had a gradient on this rank, in the last reduction
-        self._had_gradient: list[bool] = []  # which shard parameters had one before
+        self._had_gradient: list[bool] = []  # which shard parameters had one before that reduction
 
     # Writes between passes, and in forward
 
@@ -44,13 +44,13 @@ class ProtectedFlat(FlatParameters):
 
     @torch.no_grad()
     def keep_writes(self) -> None:
-        """Bring what was written to the whole parameters (a mask, say) into a shard with memory of its own. A later write to the shard
-        counts instead."""
+        """Copy writes to the whole parameters (a mask, say) into a shard with memory of its own. But if the shard was written to since
+        the gather, that counts instead."""
         if self.is_whole and writes(self.whole_parameters) != self._whole_writes:
             self._whole_writes = writes(self.whole_parameters)
             if not (self.shard_in_whole or self.written):
                 own = self.own(self.whole)
-                same = own == self.shard.to(own.dtype)  # then the shard has more digits
+                same = own == self.shard.to(own.dtype)  # not written to: keep the shard, which has more digits
                 self.shard.copy_(torch.where(same, self.shard, own.to(self.dtype)))
 
     def bump_versions(self) -> None:
@@ -109,7 +109,7 @@ class ProtectedFlat(FlatParameters):
         name, gradient = list(self.owners)[index], self.whole_parameters[index].grad
         if gradient is not None and gradient.is_sparse:
             raise RuntimeError(f"the gradient of {name} is sparse: build its embedding with sparse=False")
-        if index in self._ready:
+        if index in self._came_in_this_pass:
             raise RuntimeError(
                 f"the gradient of {name} became ready twice in one backward pass: do several checkpoints use it? checkpoint with "
                 "use_reentrant=False"
@@ -118,7 +118,7 @@ class ProtectedFlat(FlatParameters):
 
     def start_reduce(self) -> None:
         """Begin to average the gradients, and remember which there are."""
-        self.used = [index in self._filled for index in range(len(self.owners))]
+        self.used = [index in self._accumulated for index in range(len(self.owners))]
         super().start_reduce()
 
     def finish_reduce(self) -> None:

@@ -36,7 +36,7 @@ class ProtectedZeRO1(ZeRO1):
     """See :class:`ddp.sharded.zero1.ZeRO1` for the other parameters. The module may be on the meta device.
 
     :param device: where to put what is on the meta device
-    :raises ValueError: on every rank, if the modules differ, if the units are no division of the model, and for
+    :raises ValueError: on every rank, if the modules differ, for units that :func:`ddp.sharded.units.divide` refuses, and for
         :data:`ddp.sharded.protected.refusals.BEFORE_SHARDING`
     """
 
@@ -57,10 +57,10 @@ class ProtectedZeRO1(ZeRO1):
         require_same_modules(module, {"stage": self.stage, "compute": compute}, dist.group.WORLD)
         self._device = torch.device(device)
         self._in_forward = self._in_gathered = False
-        self._checksum = 0  # of the units that were gathered, since the last reduction
+        self._checksum = 0  # names of the units gathered since the last reduction, in their order
         super().__init__(module, units, collectives, compute)
         self._as_sharded = AsSharded(module, self.flats)
-        self._finite = True  # the last gradients, on all ranks
+        self._finite = True  # whether the last gradients were, on all ranks
         self._hooks.append(register_optimizer_step_pre_hook(self._before_step))
         module.register_forward_hook(self._end_forward, always_call=True)
         module.register_load_state_dict_pre_hook(self._require_copies)
@@ -195,6 +195,7 @@ class ProtectedZeRO1(ZeRO1):
         facts = torch.tensor(
             [*used, *self._checksum.to_bytes(4, "big")], dtype=torch.uint8, device=self.flats[0].device
         )
+        # A row per rank: finite; for each parameter, used; the checksum's four bytes.
         own = torch.cat([largest.isfinite().to(facts).view(1), facts])
         everyone = own.new_empty(self.process_group.size(), len(own))
         everyone[self.process_group.rank()] = own
@@ -204,7 +205,7 @@ class ProtectedZeRO1(ZeRO1):
         used_anywhere = map(any, by_parameter)
         for flat in self.flats:
             flat.finalize([next(used_anywhere) for _ in flat.owners], self._finite)
-        if any(len({*digits}) > 1 for digits in by_parameter[-4:]):
+        if any(len({*digits}) > 1 for digits in by_parameter[-4:]):  # the checksums differ
             raise RuntimeError(
                 "the ranks have run different units, or in another order, so each was given parameters of others: at stage 3 "
                 "all ranks must run the same units. Put those that they choose between into one unit"

@@ -18,8 +18,8 @@ class WatchedParameter(nn.Parameter):
 
 
 def _gradient(parameter: WholeParameter) -> Tensor | None:
-    # HACK: Module._apply, which converts a module, looks at gradients. If it changes something, the next forward pass says so. If
-    # torch renames it, each conversion is this error.
+    # HACK: Module._apply, which converts a module, reads gradients, so it may. If it changes a parameter, the next forward pass
+    # raises. If torch renames it, every conversion raises the error below.
     if not in_backward() and sys._getframe(1).f_code.co_name != "_apply":
         raise RuntimeError(
             "the module's own parameters have no gradients after shard(): take parameters(), or zero_grad(), of what it returned"

@@ -54,6 +54,7 @@ class AsSharded:
         that was frozen or unfrozen"""
         frozen = [name for name, parameter in self._frozen.items() if parameter.requires_grad]
         for flat in self._flats:
+            # The whole parameters, the shards and, in gathered(), the copies.
             places = [memory.untyped_storage().data_ptr() for _, memory in flat.reachable]
             for index, (name, owners) in enumerate(flat.owners.items()):
                 same = [parameters[index] for parameters, _ in flat.reachable]

@@ -10,7 +10,7 @@ from unittest import mock
 
 from ddp.config import TrainConfig
 from ddp.rendezvous.process_group import process_group
-from ddp.resilience import settle
+from ddp.resilience import complete_settings
 from tests.support.launch import run_forked, run_ranks
 
 SHARED = {"strategy": "handwritten", "all_reduce": "shared-memory"}
@@ -43,7 +43,7 @@ def choose(configs: list[TrainConfig], with_bf16: list[tuple[int, ...]], hosts: 
         for config, ranks, count in zip(configs, with_bf16, hosts, strict=True):
             seeming = dataclasses.replace(env, local_world_size=2 // count, host=f"host{env.rank}")
             with mock.patch("ddp.fast.multiplies_bf16", lambda _, ranks=ranks: env.rank in ranks):
-                chosen.append(settle(config, seeming))
+                chosen.append(complete_settings(config, seeming))
     return chosen
 
 
