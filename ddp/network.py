@@ -13,10 +13,9 @@ from common.errors import UsageError
 from common.models.build import build_model
 from common.models.modules import to_device
 from common.randomness import derive_seed
-from ddp import sharded
+from ddp import by_hand, sharded
 from ddp.all_reduce.choice import build_all_reduce
 from ddp.batchnorm import convert_sync_batchnorm
-from ddp.by_hand.naive import NaiveDistributedDataParallel
 from ddp.by_hand.replicas import require_same_modules
 from ddp.checkpoint.storage import RunCheckpoint, load_weights
 from ddp.config import TrainConfig
@@ -60,11 +59,7 @@ def wrap_by_hand_or_sharded(network: nn.Module, env: DistEnv, averaging: Averagi
 def _wrap_by_hand(network: nn.Module, env: DistEnv, averaging: Averaging) -> nn.Module:
     """:raises UsageError: on every rank, for an all-reduce that cannot run here"""
     if averaging.strategy == "naive":
-        return NaiveDistributedDataParallel(network)
-
-    # Not at the top: torch.compiler.disable loads torch._dynamo, which takes a second.
-    from ddp.by_hand.wrapper import HandwrittenDistributedDataParallel
-
+        return by_hand.NaiveDistributedDataParallel(network)
     all_reduce = averaging.all_reduce or "backend"
     on_gpu = env.device.type == "cuda"
     if on_gpu and all_reduce != "backend":
@@ -73,7 +68,7 @@ def _wrap_by_hand(network: nn.Module, env: DistEnv, averaging: Averaging) -> nn.
         algorithm = build_all_reduce(all_reduce)
     device_ids = [env.device] if on_gpu else None
     with env.fail_together():
-        model = HandwrittenDistributedDataParallel(
+        model = by_hand.HandwrittenDistributedDataParallel(
             network, device_ids, bucket_cap_mb=averaging.bucket_mib, broadcast_buffers=False, all_reduce=algorithm
         )
     compress_gradients(model, averaging.gradient_precision)

@@ -93,6 +93,7 @@ def build_job(config: TrainConfig, env: DistEnv, data: ImageData, checkpoint: Ru
     sampler = MicroBatchSampler(
         data.train, config.batch_size, config.grad_accumulation_steps, env.world_size, env.rank, config.seed
     )
+    loader, test_loader = open_loader(data.train, sampler, env, config), open_test_loader(data, env, config)
     # ``model`` wraps ``network``, whose parameters are in both: what the optimizer changes is what forward uses.
     job = Job(
         config=config,
@@ -108,8 +109,8 @@ def build_job(config: TrainConfig, env: DistEnv, data: ImageData, checkpoint: Ru
         clip_grad_norm_=clip_grad_norm_of_shards if config.is_sharded else nn.utils.clip_grad_norm_,
         learning_rate=config.learning_rates(sampler.steps_per_epoch),
         sampler=sampler,
-        loader=open_loader(data.train, sampler, env, config),
-        test_loader=open_test_loader(data, env, config),
+        loader=loader,
+        test_loader=test_loader,
     )
     job.guard = build_guard(job)  # runs one backward pass and drops it: then DDP's buckets are final
     return job

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 MIB = 2**20
 DEFAULT_LIMITS = [1 * MIB, 25 * MIB]  # bytes; the first bucket is small, so that communication begins early
-# Mean elements per gradient on the CPU, below which one call per gradient takes longer than two passes over all of them.
+# On the CPU, a bucket whose gradients have fewer elements on average is filled faster in one call than one by one.
 SMALL = 16_384
 
 AnyTensor = TypeVar("AnyTensor", bound=Tensor)
@@ -35,7 +35,7 @@ def assign_buckets(tensors: Iterable[AnyTensor], limits: Sequence[int]) -> list[
     for tensor in tensors:
         kind = (tensor.dtype, tensor.device)
         bucket, size = filling.pop(kind, ([], 0))
-        filling[kind] = (bucket, size + tensor.nbytes)  # moved to the end: the remaining buckets stay in order
+        filling[kind] = (bucket, size + tensor.nbytes)  # last again: in the order of their latest tensors
         bucket.append(tensor)
         if filling[kind][1] >= limits[min(full[kind], len(limits) - 1)]:
             buckets.append(filling.pop(kind)[0])
@@ -117,7 +117,7 @@ class Bucket:
     def install(self, indices: Iterable[int]) -> None:
         """Let ``.grad`` be the views into this bucket."""
         for index in indices:
-            if self._gradients[index].data_ptr() != self._places[index]:  # the last one was moved
+            if self._gradients[index].data_ptr() != self._places[index]:  # ``.grad.data = ...`` moved it
                 self._gradients[index] = self.views[index].detach()
             self.parameters[index].grad = self._gradients[index]
 

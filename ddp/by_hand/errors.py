@@ -32,10 +32,14 @@ UNFROZEN = (
 )
 
 
-def unused(without: Sequence[str], of: int) -> RuntimeError:
-    """:param without: the names of the parameters that have no gradient, of so many"""
+def unused(names: Sequence[str], total: int) -> RuntimeError:
+    """Parameters got no gradient.
+
+    :param names: theirs
+    :param total: the number of all parameters
+    """
     return RuntimeError(
-        f"backward gave no gradient to {len(without)} of {of} parameters: {first_of(without)}. This rank's loss does not "
+        f"backward gave no gradient to {len(names)} of {total} parameters: {first_of(names)}. This rank's loss does not "
         "depend on them: pass find_unused_parameters=True and no static_graph, or freeze them before wrapping"
         ". (torch's words: Expected to have finished reduction in the prior iteration)"
     )
@@ -54,7 +58,7 @@ def changed(module: nn.Module, names: Sequence[str], nodes: Iterable[Node]) -> R
 
     :param nodes: which had accumulated the gradients of the parameters of these names when they were wrapped
     """
-    now = dict(module.named_parameters())  # what pruning and weight norm compute from others is missing
+    now = dict(module.named_parameters())  # without those that pruning or weight norm compute from others
     changed = [
         name
         for name, node in zip(names, nodes, strict=True)

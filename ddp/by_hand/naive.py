@@ -77,6 +77,6 @@ class NaiveDistributedDataParallel(nn.Module):
         # In the same order on every rank: collectives are matched by their order.
         for parameter in replicas.trained_parameters(self.module).values():
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.detach().to_dense()
-            # A dense copy in the parameter's memory order, since raw memory is sent. Divided first, lest fp16 sums overflow.
+            # A dense copy in the parameter's memory order: raw memory is sent. Divided first: fp16 sums might overflow.
             parameter.grad = torch.empty_like(parameter).copy_(gradient).div_(dist.get_world_size())
             dist.all_reduce(parameter.grad)

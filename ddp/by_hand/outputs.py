@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 def tensors_in(output: Any, within: tuple[object, ...] = ()) -> Iterator[Tensor]:
     """The tensors in tuples, lists, dicts and dataclasses, however nested.
 
-    :param within: the dataclasses around it, of which one may refer to another one around itself
+    :param within: the dataclasses around it. They are skipped inside themselves, or a cycle would never end.
     """
     for leaf in tree_leaves(output):
         if isinstance(leaf, Tensor):

@@ -126,7 +126,7 @@ def current_pass() -> int:
 
 
 def current_node() -> Node | None:
-    """The node of the graph that runs on this thread. Under compiled autograd, which only traces the pass, none does."""
+    """The node of the graph that runs on this thread; None if none does, as when compiled autograd traces the pass."""
     # HACK: as in ``current_pass``.
     return torch._C._current_autograd_node()
 
@@ -137,14 +137,15 @@ def in_backward() -> bool:
 
 
 def within_another_pass() -> bool:
-    """Asked at the end of a backward pass: whether a node of another one has started it, as reentrant checkpoints do."""
-    return current_node() is not None  # none of the pass that ends
+    """Asked in a callback at the end of a backward pass: whether it is part of another one, as in reentrant checkpoints."""
+    # A callback runs after the last node. If one still runs, it belongs to an outer pass.
+    return current_node() is not None
 
 
 def refuse_compiled_autograd() -> None:
-    """Asked in a hook of a gradient, where a node runs unless the pass is only traced.
+    """Asked in a gradient's hook.
 
-    :raises NotImplementedError: if it is, since autograd will not call at its end
+    :raises NotImplementedError: if the pass is only traced: a callback at its end would never run
     """
     if current_node() is None:
         raise NotImplementedError("compiled autograd traces backward: compile the module, not its backward pass")

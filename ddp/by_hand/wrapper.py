@@ -67,7 +67,7 @@ class HandwrittenDistributedDataParallel(nn.Module):
         super().__init__()
         self.module, self.broadcast_buffers = module, broadcast_buffers
         self.process_group = cast("dist.ProcessGroup", process_group or dist.group.WORLD)
-        self.require_backward_grad_sync = True  # what no_sync turns off
+        self.require_backward_grad_sync = True  # no_sync turns this off
         self.require_forward_param_sync = True  # False after a forward pass that does not synchronize
         settings = {
             "bucket_cap_mb": bucket_cap_mb,
@@ -88,7 +88,7 @@ class HandwrittenDistributedDataParallel(nn.Module):
             raise ValueError(f"device_ids={device_ids} must name the module's GPU, but it is on {self.device}")
         bucket_limits = DEFAULT_LIMITS if bucket_cap_mb is None else [int(bucket_cap_mb * MIB)]
         if all_reduce is None:
-            from ddp.all_reduce.backend import Backend  # here, like all algorithms: each is loaded by those who use it
+            from ddp.all_reduce.backend import Backend  # imported only if used, like all algorithms
 
             all_reduce = Backend(self.process_group)
         options = (bucket_limits, gradient_as_bucket_view, find_unused_parameters, static_graph)
@@ -97,16 +97,17 @@ class HandwrittenDistributedDataParallel(nn.Module):
         self._register_hooks()
 
     def _register_hooks(self) -> None:
-        """Tell the reducer of every gradient that is ready."""
+        """Tell the reducer of every gradient that is ready, and prepare the hook of outputs."""
         reducer = self.reducer  # the hooks hold it, and not this wrapper
         # The node that puts a gradient into .grad calls these hooks last, also after those that users register later.
         hooks = [n.register_hook(functools.partial(reducer.ready, i)) for i, n in enumerate(reducer.nodes)]
-        self._begin_backward = lambda _: reducer.begin(torch._C._current_autograd_node())
-        for hook in hooks:  # which go when this wrapper and all outputs that hold ``_begin_backward`` are gone
+        self._begin_backward = lambda _: reducer.begin(replicas.current_node())
+        # This wrapper and its outputs hold ``_begin_backward``. When all are gone, the hooks go too.
+        for hook in hooks:
             weakref.finalize(self._begin_backward, hook.remove)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """``module``'s forward. It is decided here whether the backward pass from the output will synchronize."""
+        """``module``'s forward. It decides whether the backward pass from the output will synchronize."""
         synchronize = torch.is_grad_enabled() and self.require_backward_grad_sync
         self.prepare_for_forward(synchronize)
         if self.device_ids:
@@ -146,8 +147,10 @@ class HandwrittenDistributedDataParallel(nn.Module):
         if synchronize and self.process_group.size() > 1 and any(p.requires_grad for p in self._frozen):
             raise RuntimeError(errors.UNFROZEN)
         self.reducer.prepare_for_backward(synchronize)
-        # The backward pass begins at an output. If the loss was stored elsewhere, it begins for us with the first gradient.
-        for tensor in tensors_in(output) if synchronize else ():
+        if not synchronize:
+            return
+        # An output's hook announces the backward pass. If the loss was stored elsewhere, the first gradient does.
+        for tensor in tensors_in(output):
             # A view that is changed in place gets another grad_fn; its base keeps its own.
             for one in (tensor, tensor._base):
                 if one is not None and one.grad_fn is not None:

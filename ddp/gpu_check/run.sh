@@ -78,7 +78,7 @@ if [ "$device" = cuda ]; then
     overhead="--batch-size $((48 * ranks)) --builds 2 --rounds 4 --steps 20"
     overhead_large="--model resnet50 --precision bf16 --batch-size $batch --builds 1 --rounds 4 --steps 10"
     safety="--batch-size $((48 * ranks)) --builds 2 --rounds 2 --steps 20"
-    strategies="--processes $(seq -s, 1 $((ranks < 4 ? ranks : 4))) --model resnet50 --precision bf16 --batch-size $((per_gpu / 2)) --builds 1 --rounds 3 --steps 5"
+    scaling="--processes $(seq -s, 1 $((ranks < 4 ? ranks : 4))) --model resnet50 --precision bf16 --batch-size $((per_gpu / 2)) --builds 1 --rounds 3 --steps 5"
     engines='--models resnet50,mlp,deep-mlp --builds 1 --rounds 5'
     allreduce='--sizes 4096,65536,1048576,26214400,104857600 --rounds 10'
     devices=$(printf ',cuda:%s' $(seq 0 $((ranks - 1))))
@@ -90,7 +90,7 @@ else
     overhead='--batch-size 144 --builds 1 --rounds 2 --steps 2'
     overhead_large='--model resnet50 --image-size 28 --batch-size 4 --builds 1 --rounds 2 --steps 1'
     safety='--batch-size 144 --builds 1 --rounds 2 --steps 4'
-    strategies='--processes 1,2 --builds 1 --rounds 2 --steps 2'
+    scaling='--processes 1,2 --builds 1 --rounds 2 --steps 2'
     engines='--models deep-mlp --builds 1 --rounds 2 --turn 0.05'
     allreduce='--sizes 4096,1048576 --rounds 2'
     devices=,cpu,cpu
@@ -135,8 +135,8 @@ check overhead-large 90 'the same on ResNet-50' "$on_ranks ddp.bench overhead --
 check safety 120 'the guards and checkpoints against a step without' \
     "$on_ranks ddp.bench safety --device $device $safety --output OUT"
 check engines 150 "the DDP by hand against torch's" \
-    "python -m ddp.bench engines --device $device --ranks $ranks --no-variations $engines --output OUT"
-check strategies 120 'why two is not twice as fast' "python -m ddp.bench strategies --device $device $strategies --output OUT"
+    "python -m ddp.bench engines --device $device --ranks $ranks $engines --output OUT"
+check scaling 120 'why two is not twice as fast' "python -m ddp.bench scaling --device $device $scaling --output OUT"
 if [ "$ranks" -gt 1 ]; then
     check allreduce 90 "the backend's all-reduce by size" \
         "python -m ddp.bench allreduce --device $device --ranks $ranks $allreduce --output OUT"
