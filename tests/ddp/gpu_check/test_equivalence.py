@@ -15,7 +15,8 @@ from common.models.build import build_model
 from common.models.modules import to_device
 from ddp.by_hand import HandwrittenDistributedDataParallel
 from ddp.rendezvous import process_group
-from ddp.sharded.stages import STAGES, shard
+from ddp.sharded import shard
+from ddp.strategies import STAGES
 from tests.support.launch import run_ranks
 
 TOLERANCE = 1e-9  # of the weights, in double precision: rounding is far below what a wrong average would change
@@ -49,12 +50,12 @@ def trained(strategy: str | int) -> dict[str, Tensor]:
                     (F.cross_entropy(logits, labels) / MICRO_STEPS).backward()
             optimizer.step()
             optimizer.zero_grad()
-        with model.gathered() if strategy in STAGES else contextlib.nullcontext():
+        with model.gathered() if strategy in STAGES.values() else contextlib.nullcontext():
             return {name: weight.detach().cpu() for name, weight in network.named_parameters()}
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("strategy", ["by hand", *STAGES])
+@pytest.mark.parametrize("strategy", ["by hand", *STAGES.values()])
 def test_a_rank_on_each_gpu_comes_to_torchs_weights(strategy: str | int) -> None:
     """With a rank on each GPU, over NCCL, the DDP by hand and the stages of sharding come to torch's weights."""
     ranks = torch.cuda.device_count()
