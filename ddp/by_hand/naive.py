@@ -15,12 +15,11 @@ from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from ddp.by_hand import replicas
 
 
-class NaiveDistributedDataParallel(nn.Module):
+class NaiveDistributedDataParallel(torch.nn.Module):
     """Averages the gradients of ``module`` over the ranks of the default process group after every backward pass.
 
     A parameter that a rank did not use counts there as a gradient of zeros. But if a rank uses none at all, nothing starts its
@@ -31,7 +30,7 @@ class NaiveDistributedDataParallel(nn.Module):
     :raises NotImplementedError: for a parameter or buffer that cannot be sent
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: torch.nn.Module) -> None:
         super().__init__()
         self.module = module
         self.require_backward_grad_sync = True  # no_sync turns this off
@@ -65,7 +64,8 @@ class NaiveDistributedDataParallel(nn.Module):
     def _ready(self) -> None:
         """A gradient is in ``.grad``. The first one of a backward pass asks autograd for a call when the pass is over."""
         if self._latest_pass != replicas.current_pass():
-            replicas.refuse_compiled_autograd()
+            if replicas.current_node() is None:  # compiled autograd only traces: the callback would never run
+                raise NotImplementedError("compiled autograd traces backward: compile the module, not its backward")
             if self._synchronize:
                 # HACK: nothing public tells when a pass ends, and torch's DDP uses this too. Renamed, it is an AttributeError.
                 torch.autograd.Variable._execution_engine.queue_callback(self._average_gradients)

@@ -12,7 +12,7 @@ import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -54,7 +54,7 @@ class BackwardPass:
     end: weakref.ref[Any]
     from_output: bool
     reaches_parameters: bool
-    sent: list[Pending] = field(default_factory=list)
+    sent: list[Pending]
 
 
 _reducers: weakref.WeakSet[Reducer] = weakref.WeakSet()  # to notice two wrappers of one parameter
@@ -85,8 +85,8 @@ class Reducer:
         # A proxy: autograd's hooks hold this reducer, and would keep alive the module and a wrapper that it holds.
         self._module: nn.Module = weakref.proxy(module)  # type: ignore[assignment]
         self._names, self.parameters = list(parameters), list(parameters.values())
-        self._ids = {id(parameter) for parameter in self.parameters}
-        # They put gradients into .grad. (A parameter that is converted gets another node.)
+        self._ids = set(map(id, self.parameters))
+        # These nodes put gradients into .grad. (A parameter that is converted gets another node.)
         self.nodes = [get_gradient_edge(p).node for p in self.parameters]
         self._group, self._all_reduce, self._limits = group, all_reduce, limits
         self._as_view, self._find_unused = as_view, find_unused and not static_graph
@@ -130,22 +130,17 @@ class Reducer:
         if self.phase is not Phase.RUNNING:
             self._refuse_shared_views()
             self._start_pass(from_output=bool(outputs))
-        if not self._pass.reaches_parameters:
-            # If it stays False, zeros are sent all the same: the other ranks may have gradients.
-            self._pass.reaches_parameters = depend_on(outputs, self._ids)
+        # A pass that reaches no parameter must still send zeros: other ranks may have gradients.
+        self._pass.reaches_parameters = self._pass.reaches_parameters or depend_on(outputs, self._ids)
 
     def _start_pass(self, from_output: bool) -> None:
         _reducers.add(self)
         end = functools.partial(self._finish)  # autograd has the only reference: after an exception, it is gone
         # HACK: nothing public tells when a pass ends, and torch's DDP uses this too. Renamed, it is an AttributeError.
         Variable._execution_engine.queue_callback(end)
-        self._pass = BackwardPass(
-            times_ready=[0 for _ in self.parameters],
-            div_factor=1.0 if self.hook else self.div_factor,  # communication hooks divide by themselves
-            end=weakref.ref(end),
-            from_output=from_output,
-            reaches_parameters=not self._find_unused,
-        )
+        times_ready = [0 for _ in self.parameters]
+        div_factor = 1.0 if self.hook else self.div_factor  # communication hooks divide by themselves
+        self._pass = BackwardPass(times_ready, div_factor, weakref.ref(end), from_output, not self._find_unused, [])
         for bucket in self.buckets:
             bucket.to_copy = set(bucket.parameters)
             # Gradients still to wait for. With static_graph, unused parameters get none.
@@ -161,19 +156,19 @@ class Reducer:
             return
         if self._order is not None:
             self._order.append(index)
-        times_ready = self._pass.times_ready
+        times_ready, expected = self._pass.times_ready, self._expected_times
         times_ready[index] += 1
         # Two reentrant checkpoints sharing a parameter make it ready twice.
-        if self._expected_times is None or times_ready[index] < self._expected_times[index]:
+        if expected is None or times_ready[index] < expected[index]:
             return
-        if times_ready[index] > self._expected_times[index]:
+        if times_ready[index] > expected[index]:
             raise errors.ready_twice(self._names[index])
         bucket = self._bucket_of[index]
         if not bucket.together:
             bucket.copy_in(index, self._pass.div_factor)  # at once: the next gradient can then reuse its memory
         bucket.missing -= 1
         if not bucket.missing:
-            self._send_complete()
+            self._send()
 
     def _begin_if_expected(self) -> bool:
         """At a gradient without a running pass: begin one, or return False if this gradient is not averaged."""
@@ -190,16 +185,13 @@ class Reducer:
         """Whether a backward pass that averages is running, and no exception has ended it."""
         return self.phase is Phase.RUNNING and self._pass.end() is not None
 
-    def _send_complete(self) -> None:
-        """Send all complete buckets at the queue's front. (Collectives are matched by their order.)"""
+    def _send(self, also_incomplete: bool = False) -> None:
+        """Send the complete buckets at the queue's front. (Collectives are matched by their order.)"""
         for bucket in self.buckets[len(self._pass.sent) :]:
-            if bucket.missing:
+            if bucket.missing and not also_incomplete:
                 return
-            self._send(bucket)
-
-    def _send(self, bucket: Bucket) -> None:
-        bucket.fill(self._pass.div_factor)
-        self._pass.sent.append(self.start(len(self._pass.sent)))
+            bucket.fill(self._pass.div_factor)
+            self._pass.sent.append(self.start(len(self._pass.sent)))
 
     def start(self, index: int) -> Pending:
         """Start the all-reduce of a bucket."""
@@ -218,34 +210,26 @@ class Reducer:
         :raises RuntimeError: if not all gradients can be averages
         """
         self.phase = Phase.EXPECTED  # if sending or waiting raises below, backward may run again
-        none_ready = not any(self._pass.times_ready)
-        missing = self._missing()
+        times_ready = self._pass.times_ready
+        expected = self._expected_times or times_ready  # static_graph: as often as in the first pass
+        missing = [self._names[index] for index, times in enumerate(expected) if times_ready[index] < times]
+        none_ready = not any(times_ready)
         changed = errors.changed(self._module, self._names, self.nodes) if none_ready or missing else None
-        # No gradient came though the loss reaches parameters: this was torch.autograd.grad.
+        # No gradient came though the loss reaches parameters: this was torch.autograd.grad. Backward may follow.
         if none_ready and self._pass.reaches_parameters and not changed:
             return
-        error = self._nested_error() or changed or self._unused_error(missing)
-        if error:
+        if error := self._error(changed, missing):
             self._wait()
             self.phase = Phase.NO_FORWARD
             raise error
-        for bucket in self.buckets[len(self._pass.sent) :]:
-            self._send(bucket)
+        self._send(also_incomplete=True)
         self._wait()
-        if self._expected_times is None:
-            self._expected_times = self._pass.times_ready
+        self._expected_times = expected
         receivers = self.agree_on_receivers([p.grad is not None for p in self.parameters])
         self.rebuild_buckets()
         for bucket in self.buckets:
             bucket.finalize(receivers)
         self.phase = Phase.NO_FORWARD
-
-    def _missing(self) -> list[str]:
-        """The names of the parameters whose gradients have not become ready as often as expected."""
-        if self._expected_times is None:
-            return []
-        counts = zip(self._names, self._pass.times_ready, self._expected_times, strict=True)
-        return [name for name, times, expected in counts if times < expected]
 
     def agree_on_receivers(self, used: list[bool]) -> set[int]:
         """The parameters that have a gradient on any rank. The others keep ``.grad`` None, as in torch's DDP."""
@@ -254,7 +238,7 @@ class Reducer:
         flags = torch.tensor(used, dtype=torch.int32, device=self.parameters[0].device)
         dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._group)
         receivers = set(flags.nonzero().flatten().tolist())
-        if not self._find_unused:  # so static_graph: they stay the same
+        if not self._find_unused:  # with static_graph, they stay the same
             self._receivers = receivers
         return receivers
 
@@ -262,14 +246,14 @@ class Reducer:
         """After the first backward pass: group gradients that become ready together, in rank 0's order."""
         if self._order is None:
             return
-        seen = dict.fromkeys(self._order)  # each index once
-        unseen = [index for index in reversed(range(len(self.parameters))) if index not in seen]
-        order = torch.tensor([*seen, *unseen], device=self.parameters[0].device)
+        # Each index once, where it comes first. Parameters without a gradient come last.
+        indices = dict.fromkeys([*self._order, *reversed(range(len(self.parameters)))])
+        order = torch.tensor(list(indices), device=self.parameters[0].device)
         dist.broadcast(order, group=self._group, group_src=0)
         self._order = None
         # Same memory, new order: copy out, rebuild, copy in.
         averages = {index: view.clone() for bucket in self.buckets for index, view in bucket.views.items()}
-        installed = [index for bucket in self.buckets for index in bucket.parameters if bucket.holds(index)]
+        installed = [index for bucket in self.buckets for index in filter(bucket.holds, bucket.parameters)]
         self._build_buckets(order.tolist())
         for index, average in averages.items():
             self._bucket_of[index].views[index].copy_(average)
@@ -306,13 +290,11 @@ class Reducer:
         if others and (self._as_view or any(other._as_view for other in others)):
             raise RuntimeError(errors.TWO_WRAPPERS)
 
-    def _nested_error(self) -> RuntimeError | None:
-        """An error if it is unknown where the whole backward pass begins."""
+    def _error(self, changed: RuntimeError | None, missing: list[str]) -> RuntimeError | None:
+        """The reason why not all gradients can be averages; None if they can."""
         # If a node is running now, its backward function started this pass (a reentrant checkpoint): it is only a part.
-        nested = not self._pass.from_output and within_another_pass()
-        return RuntimeError(errors.UNKNOWN_BEGINNING) if nested else None
-
-    def _unused_error(self, missing: list[str]) -> RuntimeError | None:
-        if self._find_unused or not missing:
-            return None
+        if not self._pass.from_output and within_another_pass():
+            return RuntimeError(errors.UNKNOWN_BEGINNING)
+        if changed or self._find_unused or not missing:
+            return changed
         return errors.unused(missing, len(self._names))

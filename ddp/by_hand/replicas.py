@@ -12,7 +12,6 @@ from typing import cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.graph import Node
 
 from ddp.by_hand.buckets import DEFAULT_LIMITS, assign_buckets
 
@@ -125,7 +124,7 @@ def current_pass() -> int:
     return torch._C._current_graph_task_id()
 
 
-def current_node() -> Node | None:
+def current_node() -> torch.autograd.graph.Node | None:
     """The node of the graph that runs on this thread; None if none does, as when compiled autograd traces the pass."""
     # HACK: as in ``current_pass``.
     return torch._C._current_autograd_node()
@@ -140,12 +139,3 @@ def within_another_pass() -> bool:
     """Asked in a callback at the end of a backward pass: whether it is part of another one, as in reentrant checkpoints."""
     # A callback runs after the last node. If one still runs, it belongs to an outer pass.
     return current_node() is not None
-
-
-def refuse_compiled_autograd() -> None:
-    """Asked in a gradient's hook.
-
-    :raises NotImplementedError: if the pass is only traced: a callback at its end would never run
-    """
-    if current_node() is None:
-        raise NotImplementedError("compiled autograd traces backward: compile the module, not its backward pass")

@@ -77,7 +77,8 @@ class HandwrittenDistributedDataParallel(nn.Module):
             "all_reduce": type(all_reduce).__name__,
         }
         replicas.make_equal(module, settings, self.process_group, broadcast_buffers)
-        if not (trained := replicas.trained_parameters(module)):
+        trained = replicas.trained_parameters(module)
+        if not trained:
             raise RuntimeError(
                 f"{type(module).__name__} has no parameter to train: DistributedDataParallel is not needed"
             )
@@ -99,11 +100,11 @@ class HandwrittenDistributedDataParallel(nn.Module):
     def _register_hooks(self) -> None:
         """Tell the reducer of every gradient that is ready, and prepare the hook of outputs."""
         reducer = self.reducer  # the hooks hold it, and not this wrapper
-        # The node that puts a gradient into .grad calls these hooks last, also after those that users register later.
-        hooks = [n.register_hook(functools.partial(reducer.ready, i)) for i, n in enumerate(reducer.nodes)]
         self._begin_backward = lambda _: reducer.begin(replicas.current_node())
-        # This wrapper and its outputs hold ``_begin_backward``. When all are gone, the hooks go too.
-        for hook in hooks:
+        # The node that puts a gradient into .grad calls its hook last, also after those that users register later.
+        for index, node in enumerate(reducer.nodes):
+            hook = node.register_hook(functools.partial(reducer.ready, index))
+            # This wrapper and its outputs hold ``_begin_backward``. When all are gone, the hooks go too.
             weakref.finalize(self._begin_backward, hook.remove)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
