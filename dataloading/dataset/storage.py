@@ -5,6 +5,7 @@ All threads and processes of a loader read through one storage object, so it hol
 
 from __future__ import annotations
 
+import errno
 import os
 from typing import Protocol
 
@@ -69,6 +70,8 @@ class LocalFolder:
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # not blocking: a pipe would wait for a writer
         except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                raise  # nothing is wrong with this file: loader_errors says what to do
             raise BadFile(f"{path} cannot be opened: {error.strerror}") from error
         try:
             size = os.fstat(descriptor).st_size
