@@ -4,7 +4,7 @@
     python -m dataloading.ladder --augmentation affine
 
 Every rung is measured in the same rounds, and so is the ceiling: the fastest installed decoder alone, on all usable cores. All
-read the same files, a random sample of the folder. Where the extra ``peers`` is installed, SPDL is one of them: Meta's loader
+read the same files, a random sample of the folder. Where the extra ``libraries`` is installed, SPDL is one of them: Meta's loader
 with threads, arXiv 2504.20067.
 """
 
@@ -48,7 +48,7 @@ Make = Callable[[int], Iterable[Any]]
 
 
 @dataclass(frozen=True)
-class LadderConfig:
+class LoadingLadderConfig:
     """Settings of ``dataloading.ladder``."""
 
     path_to_folder: str | None = option(None, "folder of the JPEG files (default: drawn faces)")
@@ -104,10 +104,10 @@ class Spdl:
 
 @command
 def main() -> None:
-    run_benchmark(LadderConfig, "dataloading.ladder", __doc__, None, run, report)
+    run_benchmark(LoadingLadderConfig, "dataloading.ladder", __doc__, None, run, report)
 
 
-def run(config: LadderConfig) -> dict[str, list[float]]:
+def run(config: LoadingLadderConfig) -> dict[str, list[float]]:
     """Let all variants and the ceiling take turns; returns the images/s of each, one entry per round."""
     with loader_errors(), Rounds(config.repeats + 1) as progress:
         storage = Listed(LocalFolder(config.path_to_folder or os.fspath(face_cache.ensure())), MOST_FILES)
@@ -126,7 +126,9 @@ def run(config: LadderConfig) -> dict[str, list[float]]:
         return {name: [runs[name].images / s for s in own] for name, own in seconds.items()}
 
 
-def _rungs(config: LadderConfig, storage: Storage, workers: int, ceiling: Ceiling) -> dict[str, tuple[int, Make]]:
+def _rungs(
+    config: LoadingLadderConfig, storage: Storage, workers: int, ceiling: Ceiling
+) -> dict[str, tuple[int, Make]]:
     """For each rung, its name, number of workers and loader factory. The first rung is tried with several numbers, and the
     ceiling is the last."""
     from torchvision.transforms import PILToTensor
@@ -176,7 +178,7 @@ def _rungs(config: LadderConfig, storage: Storage, workers: int, ceiling: Ceilin
     return rungs
 
 
-def report(config: LadderConfig, rates: dict[str, list[float]]) -> str:
+def report(config: LoadingLadderConfig, rates: dict[str, list[float]]) -> str:
     """Write the JSON and the PNG.
 
     :returns: the table for the terminal

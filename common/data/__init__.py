@@ -1,3 +1,3 @@
-"""Data sets, and torch's loader."""
+"""Data sets that are held in memory, and torch's loader. (Image files are in dataloading/dataset.)"""
 
 DECODERS = ("pillow", "simplejpeg")  # of JPEG files; see dataloading/dataset/decoders.py

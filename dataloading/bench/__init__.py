@@ -1,0 +1,1 @@
+"""How fast a loader is, stage by stage and setting by setting, and which setting to pick."""

@@ -1,0 +1,1 @@
+"""Drawn faces in LFW's layout, as large as its files, where there are no photographs."""

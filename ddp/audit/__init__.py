@@ -3,4 +3,5 @@
     python -m ddp.audit -- train.py --epochs 2
 
 ddp/audit/watch writes down what the script does, from within its processes. ddp/audit/detectors reads that, one kind of bug a file.
+vary.py runs the same job again: on other ranks, with micro-steps, killed and resumed. libraries/ has jobs to try it on.
 """

@@ -1,0 +1,1 @@
+"""Benchmarks of the trainer, the DDPs by hand, the all-reduces and the shards."""

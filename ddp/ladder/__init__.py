@@ -1,0 +1,1 @@
+"""From the usual first training script to the fastest run, one change at a time."""

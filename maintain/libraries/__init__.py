@@ -1,0 +1,1 @@
+"""The ladder of ddp, beside ddp.train and other libraries."""

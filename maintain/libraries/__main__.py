@@ -1,6 +1,6 @@
 """The ladder beside ``ddp.train`` and other libraries, as in their documentation (``python -m maintain.libraries``).
 
-Accelerate and Lightning are the extra ``peers``. Theirs and the script of torch's DDP tutorial, which is the first rung with two
+Accelerate and Lightning are the extra ``libraries``. Theirs and the script of torch's DDP tutorial, which is the first rung with two
 ranks, fetch a sample at a time, in the main process. (Like all rungs, the script does not broadcast buffers before each step.)
 """
 
