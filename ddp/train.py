@@ -193,7 +193,8 @@ def train_step(job: Job, batches: Iterator[Batch]) -> None:
     for group in job.optimizer.param_groups:
         group["lr"] = job.learning_rate(job.step)
     # One rank's inf or nan in a gradient is in every rank's average; in a loss, it is in the reports. So all ranks skip this
-    # step, or none does. In fp16 scaler.step skips an overflow by itself, and update lowers the scale.
+    # step, or none does. In fp16 scaler.step skips an overflow by itself (may_step is True then), and update
+    # lowers the scale.
     if job.guard.may_step(norm, reports):
         scaler.step(job.optimizer)
     scaler.update()

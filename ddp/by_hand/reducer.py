@@ -130,7 +130,8 @@ class Reducer:
         if self.phase is not Phase.RUNNING:
             self._refuse_shared_views()
             self._start_pass(from_output=bool(outputs))
-        # A pass that reaches no parameter must still send zeros: other ranks may have gradients.
+        # For _finish. No gradient though an output reaches a parameter: that was torch.autograd.grad, with nothing to average.
+        # No output reaches one: zeros must be sent, since other ranks may have gradients.
         self._pass.reaches_parameters = self._pass.reaches_parameters or depend_on(outputs, self._ids)
 
     def _start_pass(self, from_output: bool) -> None:
@@ -158,7 +159,8 @@ class Reducer:
             self._order.append(index)
         times_ready, expected = self._pass.times_ready, self._expected_times
         times_ready[index] += 1
-        # Two reentrant checkpoints sharing a parameter make it ready twice.
+        # In static_graph's first pass (None) gradients only count, and _finish sends them. Later, a parameter that two reentrant
+        # checkpoints share becomes ready twice: wait for the last time.
         if expected is None or times_ready[index] < expected[index]:
             return
         if times_ready[index] > expected[index]:
@@ -292,7 +294,8 @@ class Reducer:
 
     def _error(self, changed: RuntimeError | None, missing: list[str]) -> RuntimeError | None:
         """The reason why not all gradients can be averages; None if they can."""
-        # If a node is running now, its backward function started this pass (a reentrant checkpoint): it is only a part.
+        # A gradient began this pass, and at its end a node of another pass still runs: this was the pass of a reentrant
+        # checkpoint, a part of the whole.
         if not self._pass.from_output and within_another_pass():
             return RuntimeError(errors.UNKNOWN_BEGINNING)
         if changed or self._find_unused or not missing:

@@ -3,7 +3,7 @@
 The trainer calls a guard in three places: ``batches`` once per epoch, ``report`` and ``may_step`` once per step. The default
 (ddp/job.py) does nothing. This one
 
-- saves the state that a skipped step would leave behind, BatchNorm's statistics and the metrics, and restores it;
+- remembers, before each step, what forward changes (BatchNorm's statistics, the metrics), and restores it if the step is skipped;
 - reports four facts of this rank: asked to stop, checkpoint due, user error, loss not finite. The step sums the reports of
   all ranks, so all stop, save, fail or skip after the same step;
 - skips a step whose loss or gradients are not finite. One such step would make every weight nan, on every rank, for good;
@@ -80,7 +80,7 @@ class ResilientGuard(StepGuard):
         if job.env.device.type == "cpu":
             keep_freed_memory()
         self._buffers = SavedBuffers(job.network)
-        # These read requires_grad only when they wrap, so a later change must be refused.
+        # torch's DDP and fully_shard read requires_grad once, when they wrap, so a later change must be refused.
         fixed_at_wrap = job.config.strategy == "fsdp2" or (job.config.strategy == "torch" and job.env.world_size > 1)
         self._trained = self._requires_grad() if fixed_at_wrap else {}
         self.save()
@@ -305,9 +305,11 @@ class SavedBuffers:
             now = place[name]
             if now is buffer:
                 continue
+            # With ``where``, the host does not know whether to restore. It puts the old tensor back, with the new values;
+            # torch.where below picks the values.
             if where is not None and now is not None and buffer is not None and now.shape == buffer.shape:
-                buffer.copy_(now)  # torch.where picks below
-            elif where is not None and not where:
+                buffer.copy_(now)
+            elif where is not None and not where:  # a new shape: the host waits for ``where``
                 continue
             place[name] = buffer
         for group in self._groups:

@@ -164,7 +164,7 @@ class FlatParameters(FlatLayout):
     @torch.no_grad()
     def start_reduce(self) -> None:
         """Begin to average the gradients; parameters that have none on this rank contribute zeros."""
-        if not self._accumulated:  # nothing used here: send zeros
+        if not self._accumulated:  # no gradient on this rank: begin one, which the loop below fills with zeros
             self._begin_gradient()
         for index, view in enumerate(self._gradient_views):
             if index not in self._accumulated:

@@ -138,7 +138,7 @@ class ZeRO1(nn.Module):
     def _finish(self) -> None:
         """Backward is over: average what was not averaged yet."""
         self._running = False
-        # Unlike DDP, which decides in forward: here no_sync must cover backward. Cover both.
+        # no_sync is read here, in backward; DDP reads it in forward. A block around both works with either.
         if self._synchronizes:
             self._reduce()
         self._end_pass()
