@@ -144,7 +144,7 @@ def test_an_example_of_loading_prints_its_command_and_runs(name: str, tmp_path: 
 def test_an_example_that_measures_is_a_command_with_options(name: str) -> None:
     status, out = run_script(name, "--output", "results", "--help")
     assert status == 0, out
-    assert re.search(r"^python -m (dataparallel|ddp|common)\.\w+.* --output results --help$", out, re.MULTILINE)
+    assert re.search(r"^python -m (dataparallel|ddp|maintain)\.\w+.* --output results --help$", out, re.MULTILINE)
     assert "--output" in out
 
 

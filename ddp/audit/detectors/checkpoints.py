@@ -78,7 +78,7 @@ def _swapped(rank: RankTrace) -> Findings:
     for event in rank.events:
         if event["kind"] == "step":
             latest = event["parameters"]
-        elif event["kind"] == "save" and latest and event["path"] and "optimizer" in event["states"]:
+        elif event["kind"] == "save" and latest and event["path"] and {"model", "optimizer"} <= set(event["states"]):
             if not set(latest.values()) <= set(event["checksums"]):
                 averaged[event["path"]] = event
         elif event["kind"] == "load" and event["path"] in averaged and event["step"] < len(rank.steps):
