@@ -48,7 +48,7 @@ def git_commit() -> str | None:
     try:
         git(
             "ls-files", "--error-unmatch", Path(__file__).name
-        )  # fails where this file is installed inside another project's checkout
+        )  # fails if it is installed inside another project's checkout
         return git("describe", "--always", "--dirty", "--abbrev=12", "--exclude=*")
     except (OSError, subprocess.SubprocessError):
         return None

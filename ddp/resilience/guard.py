@@ -163,9 +163,8 @@ class ResilientGuard(StepGuard):
 
         :raises UsageError: on every rank, if one met a user error, or if too many steps had to be skipped
         """
-        flags = Flags(
-            *self._flags_of_all_ranks(norm, reports).tolist()
-        )  # .tolist(): the host waits for the device here
+        # .tolist(): the host waits for the device here.
+        flags = Flags(*self._flags_of_all_ranks(norm, reports).tolist())
         if flags.not_finite:
             self.restore()
         self._conclude(self._job.step + 1, flags, self._losses)

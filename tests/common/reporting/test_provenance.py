@@ -1,4 +1,4 @@
-"""common/machine.py: the description of the machine, and the commit."""
+"""common/reporting/provenance.py: the versions, the commit and the command of a result."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from common import machine
 from common.machine import usable_cores
+from common.reporting import provenance
 from common.reporting.provenance import describe_machine, git_commit
 from tests.support.launch import REPOSITORY
 
@@ -42,7 +42,7 @@ def test_the_commit_is_that_of_the_checkout() -> None:
 
 def test_outside_a_checkout_or_without_git_there_is_no_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(machine, "__file__", str(tmp_path / "machine.py"))
+        patch.setattr(provenance, "__file__", str(tmp_path / "provenance.py"))
         patch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
         assert git_commit() is None
     monkeypatch.setenv("PATH", str(tmp_path))
