@@ -180,9 +180,8 @@ def run(checkout: Path, arguments: Sequence[str], stop_when: Callable[[], bool] 
     :raises SubprocessError: with its last lines, when its exit status is not 0, or it ended before it was stopped
     """
     command, files, log = [sys.executable, "-m", *arguments], checkout / "files", checkout / "log"
-    env = {name: value for name, value in os.environ.items() if not name.startswith(TORCHRUN_VARIABLES)}
-    env |= {"PYTHONPATH": f"{files}{os.pathsep}{checkout.parent}", "CUDA_VISIBLE_DEVICES": ""}
     with open(log, "wb") as file:  # A session of its own keeps a terminal's Ctrl-C from the command.
+        env = environment(checkout)
         process = subprocess.Popen(command, cwd=files, env=env, stdout=file, stderr=file, start_new_session=True)
     stopped = False
     try:
@@ -197,6 +196,13 @@ def run(checkout: Path, arguments: Sequence[str], stop_when: Callable[[], bool] 
     if stopped != (stop_when is not None) or stopped == (process.returncode == 0):
         end = f"{checkout.name}: {' '.join(command)} ended with status {process.returncode}:"
         raise subprocess.SubprocessError("\n    ".join([end, *log.read_text(errors="replace").splitlines()[-40:]]))
+
+
+def environment(checkout: Path) -> dict[str, str]:
+    """The variables of a command that runs in a checkout: its files are found first, no GPU, and no launcher around it."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith(TORCHRUN_VARIABLES)}
+    path = f"{checkout / 'files'}{os.pathsep}{checkout.parent}"
+    return env | {"PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
 
 
 def difference(before: dict[str, Tensor], after: dict[str, Tensor]) -> str | None:

@@ -1,54 +1,83 @@
-"""Time the same benchmark in two commits, turn by turn, and compare: is one slower?
+"""Time a step of the trainer in two commits that take turns, and compare: is one slower?
 
-    python -m maintain.same_speed before [after] [--turns N]
+    python -m maintain.same_speed BEFORE [AFTER] [--only NAME,...] [--rounds N]
 
-Each turn runs ``ddp.bench overhead`` (a step of the trainer, on one rank and on two) once in either commit, in alternating
-order. A ratio is the time in ``after`` by the time in ``before``, of one turn. Printed are the ratios' medians with their quartiles.
-``after`` is HEAD by default; ``.`` is the working tree as it is at the start.
+Each job of :mod:`maintain.same_bits` runs in both commits at once. One waits while the other takes a few steps, so a slow phase
+of the machine affects both. A ratio is the time in AFTER by the time in BEFORE, of one round. Printed are its median, with the
+quartiles, and the median's standard error. AFTER is HEAD by default; ``.`` is the working tree as it is at the start.
 """
 
 from __future__ import annotations
 
-import json
+import contextlib
 import statistics
+import subprocess
+import sys
+import threading
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Client, Listener
 from pathlib import Path
 
-from common.reporting.timing import Spread
-from maintain.same_bits import checkouts, require_commits, run
+from common.reporting.timing import Spread, interleave, paired_ratios
+from maintain.same_bits import JOBS, checkouts, environment, require_commits
 
-OVERHEAD = "--builds 1 --rounds 4 --steps 25 --device cpu --output bench"
-TORCHRUN = ("torch.distributed.run", "--nproc_per_node=2", "-m")
+STEPS = 6  # of a turn
+TRAINED = ["--device", "cpu", "--batch-size", "144", "--epochs", "1000000"]
 
 
 def main() -> None:
     parser = ArgumentParser("python -m maintain.same_speed", None, __doc__, formatter_class=RawDescriptionHelpFormatter)
-    parser.add_argument("before", help="a commit, or . for the working tree")
-    parser.add_argument("after", nargs="?", default="HEAD", help="the same (default: HEAD)")
-    parser.add_argument("--turns", type=int, default=6, help="(default: %(default)s)")
+    parser.add_argument("before", metavar="BEFORE", help="a commit, or . for the working tree")
+    parser.add_argument("after", metavar="AFTER", nargs="?", default="HEAD", help="the same (default: HEAD)")
+    parser.add_argument(
+        "--only", metavar="NAME,...", default="fp32,one-rank", help="jobs of same_bits (default: %(default)s)"
+    )
+    parser.add_argument("--rounds", type=int, default=60, help="turns of each commit (default: %(default)s)")
     config = parser.parse_args()
     require_commits(parser, config.before, config.after)
-    ratios: dict[str, list[float]] = {}
     with checkouts(config.before, config.after) as pair:
-        for turn in range(config.turns):
-            order = pair if turn % 2 == 0 else pair[::-1]
-            seconds = {checkout: step_seconds(checkout) for checkout in order}
-            before, after = (seconds[checkout] for checkout in pair)
-            for name in before:
-                ratios.setdefault(name, []).append(after[name] / before[name])
-            print(f"turn {turn + 1} of {config.turns} is over", flush=True)
-    for name, values in ratios.items():
-        print(f"the trainer's step, {name}: {Spread.of(values):.3f}")
+        for name in config.only.split(","):
+            with contextlib.ExitStack() as stack:
+                turns = {checkout.name: stack.enter_context(timed_job(checkout, name)) for checkout in pair}
+                seconds = interleave(turns, config.rounds)
+            ratios = paired_ratios(seconds["after"], seconds["before"])
+            error = 1.25 * statistics.stdev(ratios) / len(ratios) ** 0.5  # of a median of normal values
+            step = statistics.median(seconds["before"]) / STEPS
+            print(f"{name}: {Spread.of(ratios):.3f}, +-{error:.3f}; {1000 * step:.1f} ms a step before", flush=True)
 
 
-def step_seconds(checkout: Path) -> dict[str, float]:
-    """Median seconds of the trainer's step, by the number of ranks."""
-    found = {}
-    for name, torchrun in (("one rank", ()), ("two ranks", TORCHRUN)):
-        run(checkout, [*torchrun, "ddp.bench", "overhead", *OVERHEAD.split()])
-        written = json.loads((checkout / "files" / "bench" / "overhead.json").read_text())
-        found[name] = statistics.median(written["seconds_per_step"]["trainer"])
-    return found
+@contextlib.contextmanager
+def timed_job(checkout: Path, name: str) -> Iterator[Callable[[], float]]:
+    """A job that trains in a checkout while it is called; a call gives the seconds of a few steps."""
+    job = JOBS[name]
+    with Listener() as listener:
+        ranks = ["-m", "torch.distributed.run", f"--nproc_per_node={job.ranks}"] if job.ranks > 1 else []
+        script = Path(__file__).with_name("timed_steps.py")
+        flags = [*TRAINED, "--run-dir", str(checkout / "runs" / name), *job.flags.split()]
+        command = [sys.executable, *ranks, str(script), str(listener.address), str(STEPS), *flags]
+        log, env = checkout / "log", environment(checkout)
+        with open(log, "wb") as file:
+            process = subprocess.Popen(
+                command, cwd=checkout / "files", env=env, stdout=file, stderr=file, start_new_session=True
+            )
+        # A job that ends early must not leave accept() waiting.
+        threading.Thread(target=lambda: process.wait() and Client(listener.address).close(), daemon=True).start()
+        try:
+            with listener.accept() as connection:
+                if process.poll() is not None:
+                    sys.exit(f"{checkout.name}: {name} ended early:\n{log.read_text(errors='replace')}")
+
+                def turn() -> float:
+                    connection.send(True)
+                    return float(connection.recv())
+
+                yield turn
+                connection.send(False)
+                process.wait(60)
+        finally:
+            process.terminate()
+            process.wait()
 
 
 if __name__ == "__main__":
