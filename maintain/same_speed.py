@@ -13,10 +13,8 @@ import contextlib
 import statistics
 import subprocess
 import sys
-import threading
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Callable, Iterator
-from multiprocessing.connection import Client, Listener
 from pathlib import Path
 
 from common.reporting.timing import Spread, interleave, paired_ratios
@@ -50,34 +48,25 @@ def main() -> None:
 @contextlib.contextmanager
 def timed_job(checkout: Path, name: str) -> Iterator[Callable[[], float]]:
     """A job that trains in a checkout while it is called; a call gives the seconds of a few steps."""
-    job = JOBS[name]
-    with Listener() as listener:
-        ranks = ["-m", "torch.distributed.run", f"--nproc_per_node={job.ranks}"] if job.ranks > 1 else []
-        script = Path(__file__).with_name("timed_steps.py")
-        flags = [*TRAINED, "--run-dir", str(checkout / "runs" / name), *job.flags.split()]
-        command = [sys.executable, *ranks, str(script), str(listener.address), str(STEPS), *flags]
-        log, env = checkout / "log", environment(checkout)
-        with open(log, "wb") as file:
-            process = subprocess.Popen(
-                command, cwd=checkout / "files", env=env, stdout=file, stderr=file, start_new_session=True
-            )
-        # A job that ends early must not leave accept() waiting.
-        threading.Thread(target=lambda: process.wait() and Client(listener.address).close(), daemon=True).start()
-        try:
-            with listener.accept() as connection:
-                if process.poll() is not None:
-                    sys.exit(f"{checkout.name}: {name} ended early:\n{log.read_text(errors='replace')}")
+    job, script = JOBS[name], Path(__file__).with_name("timed_steps.py")
+    ranks = ["-m", "torch.distributed.run", f"--nproc_per_node={job.ranks}"] if job.ranks > 1 else []
+    flags = [*TRAINED, "--run-dir", str(checkout / "runs" / name), *job.flags.split()]
+    with subprocess.Popen(
+        [sys.executable, *ranks, str(script), str(STEPS), *flags],
+        cwd=checkout / "files",
+        env=environment(checkout),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
 
-                def turn() -> float:
-                    connection.send(True)
-                    return float(connection.recv())
+        def turn() -> float:
+            print(file=process.stdin, flush=True)
+            return float(process.stdout.readline())  # type: ignore[union-attr]
 
-                yield turn
-                connection.send(False)
-                process.wait(60)
-        finally:
-            process.terminate()
-            process.wait()
+        yield turn  # at the end its input is closed, and it ends
 
 
 if __name__ == "__main__":
