@@ -184,11 +184,15 @@ class FlatParameters(FlatLayout):
         averages = self.own(self.gradient)
         if self._stage > 1:  # drop_gradient() below frees the whole gradient
             averages = averages.clone()
-        for parameter, gradient in zip(self.shard_parameters, self.parts(averages), strict=True):
-            if parameter.grad is not None:
-                gradient.add_(parameter.grad)  # old gradient added into the new view
-            parameter.grad = gradient
+        for parameter, average in zip(self.shard_parameters, self.parts(averages), strict=True):
+            self.accumulate(parameter, average)
         self.drop_gradient()
+
+    def accumulate(self, parameter: nn.Parameter, average: Tensor) -> None:
+        """Make an average the gradient of a shard parameter, or add the gradient that it has."""
+        if parameter.grad is not None:
+            average.add_(parameter.grad)
+        parameter.grad = average
 
     def drop_gradient(self) -> None:
         """Drop unreduced gradients; from stage 2 on free them."""

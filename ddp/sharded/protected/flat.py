@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from ddp.sharded.flat import FlatParameters, Owner, parameter_in
-from ddp.sharded.protected.parameters import WatchedParameter, WholeParameter, writes
+from ddp.sharded.protected.parameters import WatchedParameter, WholeParameter, leave_behind, writes
 
 
 class ProtectedFlat(FlatParameters):
@@ -22,12 +23,14 @@ class ProtectedFlat(FlatParameters):
         super().__init__(owners, *arguments)
         for name, original, shard in zip(owners, originals, self.shard_parameters, strict=True):
             vars(shard).update(vars(original))  # the user's own attributes, such as no_decay
-            original._sharded_as = name  # type: ignore[attr-defined]
+            leave_behind(original, name)
         # All parameters that users may hold, and the tensor in whose memory they must stay.
         self.reachable = [(self.whole_parameters, self.whole), (self.shard_parameters, self.shard)]
         self._shard_writes = writes(self.shard_parameters)  # counted at the last gather
         self._whole_writes = writes(self.whole_parameters)  # counted when last looked at
-        self.used: list[bool] = []  # which parameters had a gradient on this rank, in the last reduction
+        self.used: list[
+            bool
+        ] = []  # which parameters had a gradient in the last reduction: on this rank, from finalize() on on any
         self._had_gradient: list[bool] = []  # which shard parameters had one before that reduction
 
     # Writes between passes, and in forward
@@ -126,13 +129,29 @@ class ProtectedFlat(FlatParameters):
         self._had_gradient = [parameter.grad is not None for parameter in self.shard_parameters]
         super().finish_reduce()
 
+    def accumulate(self, parameter: nn.Parameter, average: Tensor) -> None:
+        """Let the user's hooks on the gradient change the average first."""
+        # HACK: no public call runs the hooks of ``register_hook``. If torch renames them, this is an AttributeError.
+        for hook in (parameter._backward_hooks or {}).values():
+            replaced = hook(average)
+            average = average if replaced is None else replaced
+        super().accumulate(parameter, average)
+
     def finalize(self, used: Sequence[bool], finite: bool) -> None:
         """Drop the gradients of parameters that no rank has used. If some rank's gradients are not finite, put a nan into each.
 
         :param used: for each parameter, whether any rank has used it
         """
+        self.used = list(used)
         for parameter, was_used, had in zip(self.shard_parameters, used, self._had_gradient, strict=True):
             if not (was_used or had):
                 parameter.grad = None
             elif not finite and parameter.grad is not None:
                 parameter.grad[:1] = torch.nan
+
+    def run_hooks(self) -> None:
+        """Run what users registered by ``register_post_accumulate_grad_hook``: an optimizer's step, perhaps."""
+        for parameter, used in zip(self.shard_parameters, self.used, strict=True):
+            # HACK: as in accumulate().
+            for hook in (parameter._post_accumulate_grad_hooks or {}).values() if used else ():
+                hook(parameter)

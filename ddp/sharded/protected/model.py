@@ -24,6 +24,7 @@ from ddp.sharded.protected.refusals import (
     AsSharded,
     blind_optimizer,
     early_optimizer,
+    not_by_element,
     parameters_of,
 )
 from ddp.sharded.units import Unit
@@ -76,7 +77,11 @@ class ProtectedZeRO1(ZeRO1):
             part.register_forward_pre_hook(functools.partial(self._begin_forward, part is self.module), prepend=True)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """``module``'s forward."""
+        """``module``'s forward. ``torch.compile`` of this model leaves it as it is: its hooks replace parameters."""
+        # Not as a decorator, which would import the compiler when this module is imported.
+        return torch.compiler.disable(self._forward)(*inputs, **kwargs)
+
+    def _forward(self, *inputs: Any, **kwargs: Any) -> Any:
         output = super().forward(*inputs, **kwargs)
         # The backward pass begins at an output. (A reentrant checkpoint inside runs a pass of its own, whose end is not this one's.)
         for tensor in tensors_in(output):
@@ -179,6 +184,8 @@ class ProtectedZeRO1(ZeRO1):
         super()._finish()
         if self._synchronizes:
             self._agree()
+            for flat in self.flats:
+                flat.run_hooks()
 
     def _agree(self) -> None:
         """Treat the gradients alike on all ranks, after one small all-gather of what each rank knows.
@@ -216,13 +223,14 @@ class ProtectedZeRO1(ZeRO1):
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         for flat in self.flats:
             flat.keep_writes()
-        shards = set(self.parameters()).intersection(parameters_of(optimizer))
-        if shards and not self._finite:
-            blind_optimizer(shards)
+        early_optimizer(optimizer)
+        if shards := set(self.parameters()).intersection(parameters_of(optimizer)):
+            not_by_element(optimizer)
+            if not self._finite:
+                blind_optimizer(shards)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         """An optimizer has stepped. Count it as a write to the shards, which fused optimizers do not, and gather them."""
-        early_optimizer(optimizer)
         increment_version(set(self.parameters()).intersection(parameters_of(optimizer)))
         if not self._in_gathered:
             super()._after_step(optimizer)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from ddp.sharded.zero3 import in_backward
 
@@ -36,6 +38,28 @@ class WholeParameter(WatchedParameter):
     def detach(self) -> Tensor:
         """A tensor of the same class, as ``nn.Parameter()`` of this asks for."""
         return super().detach().as_subclass(WholeParameter)
+
+
+class LeftBehind(nn.Parameter):
+    """A parameter from before ``shard()``. A module, function or optimizer that still has it learns so when it computes with it."""
+
+    _sharded_as: str
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.__name__ in ("__get__", "__repr__"):  # its shape, dtype, gradient and so on
+            return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+        (name, *_) = (one._sharded_as for one in tree_leaves((args, kwargs)) if isinstance(one, LeftBehind))
+        raise RuntimeError(
+            f"this is the parameter {name!r} from before shard(), which nothing trains any more: let modules, functions and lists "
+            "read it from the module that has it, each time, and build optimizers from parameters() of what shard() returned"
+        )
+
+
+def leave_behind(parameter: nn.Parameter, name: str) -> None:
+    """Refuse all further use of a parameter that was sharded under this name."""
+    parameter._sharded_as = name  # type: ignore[attr-defined]
+    parameter.__class__ = LeftBehind
 
 
 def writes(parameters: Sequence[nn.Parameter]) -> list[int]:

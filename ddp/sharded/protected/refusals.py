@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from common.models.modules import max_norm_problem
 from ddp.sharded.protected.flat import ProtectedFlat
@@ -27,6 +28,13 @@ def writing_embedding(module: nn.Module) -> None:
         raise ValueError(problem)
 
 
+def lazy_parameters(module: nn.Module) -> None:
+    """:raises ValueError: for a parameter or buffer that gets its shape in the first forward pass"""
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if is_lazy(tensor):
+            raise ValueError(f"{name} has no shape yet: run a forward pass on one batch before shard()")
+
+
 def hooks_on_gradients(module: nn.Module) -> None:
     """:raises ValueError: for hooks that would stay on a parameter that is replaced"""
     for name, parameter in module.named_parameters():
@@ -35,7 +43,12 @@ def hooks_on_gradients(module: nn.Module) -> None:
             raise ValueError(f"{name} has hooks on its gradient, which shard() would lose: register them after it")
 
 
-BEFORE_SHARDING: tuple[Callable[[nn.Module], None], ...] = (nothing_to_train, writing_embedding, hooks_on_gradients)
+BEFORE_SHARDING: tuple[Callable[[nn.Module], None], ...] = (
+    lazy_parameters,
+    nothing_to_train,
+    writing_embedding,
+    hooks_on_gradients,
+)
 
 
 class AsSharded:
@@ -91,6 +104,25 @@ def early_optimizer(optimizer: torch.optim.Optimizer) -> None:
             raise RuntimeError(
                 f"this {type(optimizer).__name__} was built before shard(): it has the parameter {name!r} from before, which "
                 "nothing trains any more. Build it afterwards, from the parameters() of what shard() returns"
+            )
+
+
+# Optimizers that look at a whole parameter, or at all of them, by name: torch's own and those that people use beside them.
+NOT_BY_ELEMENT = {
+    **dict.fromkeys(("LBFGS", "Prodigy", "DAdaptAdam", "DAdaptSGD", "DAdaptLion"), "dot products of all parameters"),
+    **dict.fromkeys(("Adafactor", "CAME"), "means of a parameter's rows and columns"),
+    **dict.fromkeys(("Muon", "Shampoo", "DistributedShampoo", "SOAP"), "a parameter as a matrix"),
+    **dict.fromkeys(("Lamb", "LAMB", "FusedLAMB", "Lars", "LARS", "LarsSGD"), "the norm of a parameter"),
+}
+
+
+def not_by_element(optimizer: torch.optim.Optimizer) -> None:
+    """:raises RuntimeError: for an optimizer whose step needs more of a parameter than each element by itself"""
+    for kind in type(optimizer).__mro__:
+        if needs := NOT_BY_ELEMENT.get(kind.__name__):
+            raise RuntimeError(
+                f"{kind.__name__} needs {needs}, of which a rank has only its shard: take an optimizer that treats each element by "
+                "itself (SGD, Adam, AdamW, ...), or train replicas"
             )
 
 

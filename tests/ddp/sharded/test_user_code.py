@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import pickle
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,66 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from ddp.sharded import clip_grad_norm_, shard
+from tests.ddp.sharded.pair import STAGES, Model, Pair, inputs, network
 from tests.support.ranks import run_in_group
-
-STAGES = (1, 2, 3)
-Model = Any
-
-
-def network() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(5, 8), nn.Sequential(nn.Tanh(), nn.Linear(8, 8)), nn.Linear(8, 3))
-
-
-def inputs(number: int, ranks: Iterable[int] | None = None) -> Tensor:
-    """The samples of these ranks, or of this one, in a step: ``[4 * ranks, 5]``."""
-    parts = [dist.get_rank()] if ranks is None else ranks
-    return torch.cat([torch.randn(4, 5, generator=torch.Generator().manual_seed(10 * number + rank)) for rank in parts])
-
-
-class Pair:
-    """The same model twice: sharded, and plain on the samples of all ranks, which is one process's."""
-
-    def __init__(
-        self,
-        stage: int,
-        build: Callable[[], nn.Module] = network,
-        optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.Adam,
-        **settings: Any,
-    ) -> None:
-        self.net: Any = build()
-        self.plain: Any = build()
-        units = [part for part in self.net.children() if isinstance(part, nn.Sequential)]
-        self.model: Model = shard(self.net, stage, units=units, **settings)
-        self.all_ranks = range(dist.get_world_size())
-        self.optimizers = [optimizer(one.parameters(), lr=0.05) for one in (self.model, self.plain)]
-
-    @property
-    def both(self) -> list[tuple[Model, Iterable[int] | None]]:
-        return [(self.model, None), (self.plain, self.all_ranks)]
-
-    def step(self, number: int, before: Callable[[], None] = lambda: None) -> None:
-        """:param before: called between the backward pass and the optimizer's step"""
-        for model, ranks in self.both:
-            model(inputs(number, ranks)).square().mean().backward()
-        before()
-        for optimizer in self.optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-
-    def halve(self) -> None:
-        """Write to a whole parameter."""
-        for net in (self.net, self.plain):
-            net[2].weight.data.mul_(0.5)
-
-    def check(self) -> None:
-        """The outputs of both are the same, and the parameters."""
-        with torch.no_grad():
-            outputs, expected = self.model(inputs(99)), self.plain(inputs(99))
-        torch.testing.assert_close(outputs, expected, rtol=1e-5, atol=1e-5)
-        with self.model.gathered() as module:
-            torch.testing.assert_close(module.state_dict(), self.plain.state_dict(), rtol=1e-5, atol=1e-5)
-
 
 # Writes between passes
 
