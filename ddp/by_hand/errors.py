@@ -23,10 +23,6 @@ TWO_WRAPPERS = (
     "two wrappers of the same parameters take part in one backward pass, and both would let .grad be a view into their "
     "buckets: wrap a module that holds both parts, or pass gradient_as_bucket_view=False to both"
 )
-STEPS_IN_BACKWARD = (
-    "_apply_optimizer_in_backward lets optimizers step before the gradients are averaged, so the ranks' weights would drift apart: "
-    "step after backward"
-)
 UNFROZEN = (
     "parameters that were frozen when they were wrapped now require gradients, which would not be averaged: wrap again"
 )

@@ -43,6 +43,7 @@ class NaiveDistributedDataParallel(torch.nn.Module):
         for parameter in self._hooked.values():
             handle = parameter.register_post_accumulate_grad_hook(lambda _: this._ready())
             weakref.finalize(self, handle.remove)  # the hooks go with the wrapper
+        replicas.refuse_steps_in_backward(self, self._hooked)
 
     def forward(self, *inputs: object, **kwargs: object) -> object:
         """``module``'s forward. It decides whether the backward pass from its output averages."""

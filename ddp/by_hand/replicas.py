@@ -6,12 +6,14 @@ At the end stand the questions that the wrappers ask autograd about the backward
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Container, Iterable, Mapping
 from typing import cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ddp.by_hand.buckets import DEFAULT_LIMITS, assign_buckets
 
@@ -65,6 +67,23 @@ def require_hooked(module: nn.Module, hooked: Container[int]) -> None:
     for name, parameter in trained_parameters(module).items():
         if id(parameter) not in hooked:
             raise RuntimeError(f"{name} was replaced, unfrozen or copied after it was wrapped: wrap the module again")
+
+
+def refuse_steps_in_backward(wrapper: nn.Module, hooked: Container[int]) -> None:
+    """Raise if an optimizer steps in a backward pass: the gradients are not averaged yet, so the ranks' weights would drift apart.
+
+    :param wrapper: the check lasts as long
+    :param hooked: as in :func:`require_hooked`
+    """
+
+    def refuse(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        if in_backward() and any(id(one) in hooked for group in optimizer.param_groups for one in group["params"]):
+            raise RuntimeError(
+                f"{type(optimizer).__name__}.step() was called in a backward pass, with gradients that are not averaged over the ranks "
+                "yet: call it after backward"
+            )
+
+    weakref.finalize(wrapper, register_optimizer_step_pre_hook(refuse).remove)
 
 
 def replicated(module: nn.Module, parameters: bool = True, buffers: bool = True) -> dict[str, Tensor]:

@@ -82,8 +82,6 @@ class HandwrittenDistributedDataParallel(nn.Module):
             raise RuntimeError(
                 f"{type(module).__name__} has no parameter to train: DistributedDataParallel is not needed"
             )
-        if any(hasattr(parameter, "_in_backward_optimizers") for parameter in trained.values()):
-            raise NotImplementedError(errors.STEPS_IN_BACKWARD)
         self.device, self.device_ids = next(iter(trained.values())).device, list(device_ids or [])
         if self.device_ids and [getattr(i, "index", i) for i in self.device_ids] != [self.device.index]:
             raise ValueError(f"device_ids={device_ids} must name the module's GPU, but it is on {self.device}")
@@ -96,6 +94,7 @@ class HandwrittenDistributedDataParallel(nn.Module):
         self.reducer = Reducer(module, trained, self.process_group, all_reduce, *options)
         self._frozen = [p for p in replicas.replicated(module, buffers=False).values() if not p.requires_grad]
         self._register_hooks()
+        replicas.refuse_steps_in_backward(self, set(map(id, trained.values())))
 
     def _register_hooks(self) -> None:
         """Tell the reducer of every gradient that is ready, and prepare the hook of outputs."""
