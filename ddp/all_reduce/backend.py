@@ -35,10 +35,10 @@ class Backend(ShardedAllReduce):
         super().__init__()
         self._group = group
 
-    def run(self, buffer: Tensor) -> None:
-        self.start(buffer).wait()
+    def _sum(self, buffer: Tensor) -> None:
+        self._start(buffer).wait()
 
-    def start(self, buffer: Tensor) -> Pending:
+    def _start(self, buffer: Tensor) -> Pending:
         return _pending(dist.all_reduce(buffer, group=self._group, async_op=True))
 
     def reduce_scatter(self, buffer: Tensor) -> None:

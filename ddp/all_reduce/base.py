@@ -34,20 +34,42 @@ class AllReduce(abc.ABC):
         """Zeros ``[numel]`` for a buffer that will be summed many times, in the memory where that is fastest."""
         return torch.zeros(numel, dtype=dtype, device=device)
 
-    @abc.abstractmethod
     def run(self, buffer: Tensor) -> None:
         """Sum ``buffer`` over the ranks.
 
         :raises RuntimeError: when a rank has ended, or did not answer in time
+        :raises ValueError: if it is not 1-d and contiguous
         """
+        _require_flat(buffer)
+        self._sum(buffer)
 
     def start(self, buffer: Tensor) -> Pending:
-        """Begin to sum ``buffer``, after all sums that were started before."""
-        return InThread(self._thread.submit(self.run, buffer))
+        """Begin to sum ``buffer``, after all sums that were started before.
+
+        :raises ValueError: if it is not 1-d and contiguous
+        """
+        _require_flat(buffer)
+        return self._start(buffer)
+
+    @abc.abstractmethod
+    def _sum(self, buffer: Tensor) -> None:
+        """The algorithm."""
+
+    def _start(self, buffer: Tensor) -> Pending:
+        return InThread(self._thread.submit(self._sum, buffer))
 
     def close(self) -> None:
         """Free threads, connections and memory; tensors of :meth:`allocate` must not be used afterwards."""
         self._thread.shutdown()
+
+
+def _require_flat(buffer: Tensor) -> None:
+    """Memory is sent, so a column of a matrix would be summed with its neighbors."""
+    if buffer.dim() != 1 or not buffer.is_contiguous():
+        raise ValueError(
+            f"an all-reduce takes a tensor that is 1-d and contiguous, not {list(buffer.shape)} with strides {list(buffer.stride())}: "
+            "give it .contiguous().view(-1), and copy the sum back"
+        )
 
 
 class InThread:

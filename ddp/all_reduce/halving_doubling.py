@@ -31,7 +31,7 @@ class HalvingDoubling(SendReceiveAllReduce):
         participants = [*paired[1::2], *range(2 * surplus, p2p.size)]
         self._participants = p2p.among(participants) if p2p.rank in participants else None
 
-    def run(self, buffer: Tensor) -> None:
+    def _sum(self, buffer: Tensor) -> None:
         if self._participants is None:
             assert self._neighbour is not None
             self._p2p.send(buffer, self._neighbour)

@@ -49,7 +49,7 @@ class Hierarchical(AllReduce):
         """As :meth:`SharedMemory.allocate`."""
         return self._local.allocate(numel, dtype, device)
 
-    def run(self, buffer: Tensor) -> None:
+    def _sum(self, buffer: Tensor) -> None:
         self._local.run(buffer)
 
     def _sum_between_hosts(self, part: Tensor) -> None:

@@ -13,7 +13,7 @@ class Naive(SendReceiveAllReduce):
     2(p-1) steps, one after another. Rank 0 sends (p-1)n bytes, the others n. Time: 2(p-1) (alpha + beta n).
     """
 
-    def run(self, buffer: Tensor) -> None:
+    def _sum(self, buffer: Tensor) -> None:
         rank, others = self._p2p.rank, range(1, self._p2p.size)
         if rank == 0:
             for other in others:

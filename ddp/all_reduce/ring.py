@@ -22,7 +22,7 @@ class Ring(SendReceiveAllReduce, ShardedAllReduce):
     of workstations, 2009.)
     """
 
-    def run(self, buffer: Tensor) -> None:
+    def _sum(self, buffer: Tensor) -> None:
         chunks = buffer.tensor_split(self._p2p.size)
         self._reduce_scatter_chunks(chunks)
         self._all_gather_chunks(chunks)

@@ -80,7 +80,7 @@ class SharedMemory(ShardedAllReduce):
         self._segments.append(segment)
         return segment.memory[self._p2p.rank].view(dtype)
 
-    def run(self, buffer: Tensor) -> None:
+    def _sum(self, buffer: Tensor) -> None:
         with self._summing(buffer):
             if buffer.nbytes > SMALL_BYTES or self._between:
                 self._run_large(buffer)

@@ -24,7 +24,7 @@ class Tree(SendReceiveAllReduce):
         distances = [1 << bit for bit in range(p2p.size.bit_length())]
         self._children = [p2p.rank + d for d in distances if d < lowest_bit and p2p.rank + d < p2p.size]
 
-    def run(self, buffer: Tensor) -> None:
+    def _sum(self, buffer: Tensor) -> None:
         for child in self._children:  # the nearest has the smallest subtree, and is ready first
             self._receive_and_add(buffer, child)
         if self._p2p.rank != 0:

@@ -52,6 +52,32 @@ AROUND_SMALL: list[Case] = [(SMALL_BYTES + change, torch.uint8) for change in (-
 cases = st.tuples(st.integers(0, 20) | st.integers(0, 5000), st.sampled_from(DTYPES))
 
 
+def refusals() -> list[str]:
+    """The words of all algorithms to a matrix, a column and a number; then they sum as ever."""
+    texts = []
+    with process_group(timeout_s=20):
+        p2p = P2P(dist.group.WORLD)
+        for algorithm in [build(p2p) for build in (*ALGORITHMS, SharedMemory)]:
+            for buffer in (torch.ones(2, 3), torch.ones(3, 2)[:, 0], torch.ones(()), torch.ones(3, 2).t()[0]):
+                for use in (algorithm.run, algorithm.start):
+                    with pytest.raises(
+                        ValueError, match="an all-reduce takes a tensor that is 1-d and contiguous"
+                    ) as error:
+                        use(buffer)
+                    texts.append(str(error.value))
+            ones = torch.ones(3)
+            algorithm.run(ones)
+            assert ones.tolist() == [dist.get_world_size()] * 3
+            algorithm.close()
+    return texts
+
+
+def test_what_is_not_flat_is_refused_by_all_ranks() -> None:
+    first, *others = run_ranks(refusals, 3)
+    assert all(texts == first for texts in others)
+    assert "not [3] with strides [2]: give it .contiguous().view(-1)" in first[2]
+
+
 def lists_of_cases(number: int) -> st.SearchStrategy[list[Case]]:
     """So many cases, all different: the simplest example alone would be one case, repeated."""
     return st.lists(cases, min_size=number, max_size=number, unique=True)
