@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from common.errors import UsageError
 from dataloading.dataset.image_files import ImageFiles
-from dataloading.dataset.storage import LocalFolder
+from dataloading.dataset.storage import ListedOnce, LocalFolder
 
 LAYOUT = "DIR/CLASS/IMAGE, or DIR/train/CLASS/IMAGE and DIR/test/CLASS/IMAGE"
 
@@ -23,24 +23,31 @@ class ImageFolder(ImageFiles):
     :param root: a local folder
     :param image_size: height and width to which the images are resized
     :param seed: of the fast loader's shuffling
+    :param listed: what must not lie in this folder a second time
     :raises UsageError: when there is no such folder, it has fewer than two classes, or a class has no image
     """
 
     formats = None
 
-    def __init__(self, root: str | Path, *, image_size: int = 64, seed: int = 0) -> None:
-        super().__init__(_FolderOfClasses(os.fspath(root)), image_size=image_size, seed=seed)
+    def __init__(
+        self, root: str | Path, *, image_size: int = 64, seed: int = 0, listed: ListedOnce | None = None
+    ) -> None:
+        super().__init__(_FolderOfClasses(os.fspath(root), listed or ListedOnce()), image_size=image_size, seed=seed)
 
 
 class _FolderOfClasses(LocalFolder):
     """Lists the images of every class."""
+
+    def __init__(self, root: str, listed: ListedOnce) -> None:
+        super().__init__(root)
+        self._listed = listed
 
     def names(self) -> list[str]:
         try:
             entries = list(os.scandir(self.root))
         except OSError as error:
             _raise(error)
-        classes = sorted(entry.name for entry in entries if entry.is_dir() and _is_seen(entry.name))
+        classes = sorted(self._listed.add(entry).name for entry in entries if entry.is_dir() and _is_seen(entry.name))
         if len(classes) < 2:
             raise UsageError(
                 f"{self.root} needs a folder of images for each of two classes or more, and has {len(classes)}: "
@@ -52,10 +59,19 @@ class _FolderOfClasses(LocalFolder):
     def _images(self, one: str, extensions: set[str]) -> list[str]:
         """The images of one class, relative to the root."""
         images: list[str] = []
-        for folder, subfolders, files in os.walk(os.path.join(self.root, one), onerror=_raise, followlinks=True):
-            subfolders[:] = filter(_is_seen, subfolders)
-            chosen = (file for file in files if _is_seen(file) and os.path.splitext(file)[1].lower() in extensions)
-            images += [os.path.relpath(os.path.join(folder, file), self.root) for file in chosen]
+        folders = [one]
+        while folders:
+            folder = folders.pop()
+            try:
+                with os.scandir(os.path.join(self.root, folder)) as entries:
+                    seen = [entry for entry in entries if _is_seen(entry.name)]
+            except OSError as error:
+                _raise(error)
+            for entry in seen:
+                if entry.is_dir():
+                    folders.append(os.path.join(folder, self._listed.add(entry).name))
+                elif os.path.splitext(entry.name)[1].lower() in extensions:
+                    images.append(os.path.join(folder, self._listed.add(entry).name))
         if not images:
             raise UsageError(
                 f"{os.path.join(self.root, one)} holds no image that Pillow reads: add some, or remove the folder"

@@ -35,6 +35,32 @@ class Storage(Protocol):
         """
 
 
+class ListedOnce:
+    """The files and folders of a data set, each by one path. By a second one, a link, images would count twice, perhaps for training
+    and for testing."""
+
+    def __init__(self) -> None:
+        self._paths: dict[int, str] = {}  # by inode number
+
+    def add(self, entry: os.DirEntry[str]) -> os.DirEntry[str]:
+        """The entry itself.
+
+        :raises UsageError: if it was added by another path
+        """
+        try:  # the listing of a folder has the numbers, so only a link costs a system call
+            number = os.stat(entry.path).st_ino if entry.is_symlink() else entry.inode()
+            first = self._paths.setdefault(number, entry.path)
+            twice = first != entry.path and os.path.samefile(first, entry.path)
+        except OSError:  # a link to nothing: read() reports it
+            return entry
+        if twice:
+            raise UsageError(
+                f"{entry.path} is the same as {first}, by a link: its images would count twice, perhaps for training and for testing: "
+                "remove one of them"
+            )
+        return entry
+
+
 class LocalFolder:
     """A folder on a mounted file system.
 
@@ -52,14 +78,16 @@ class LocalFolder:
         raise UsageError(f"{root} is a file, not a folder of JPEGs (an archive has to be unpacked first)")
 
     def names(self) -> list[str]:
-        names = []
+        names, listed = [], ListedOnce()
         try:
             with os.scandir(self.root) as entries:
                 for entry in entries:
                     if entry.is_dir():
-                        names += [f"{entry.name}/{name}" for name in os.listdir(entry.path) if is_image(name)]
+                        with os.scandir(entry.path) as inner:
+                            files = [file for file in inner if is_image(file.name)]
+                        names += [f"{entry.name}/{listed.add(file).name}" for file in files]
                     elif is_image(entry.name):
-                        names.append(entry.name)
+                        names.append(listed.add(entry).name)
         except OSError as error:
             raise UsageError(f"{error.filename} cannot be listed: {error.strerror}") from error
         return names

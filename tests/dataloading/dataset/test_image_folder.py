@@ -127,6 +127,23 @@ def test_a_class_with_too_few_images_is_named(folder: Path, tmp_path: Path) -> N
     assert f"{folder}/owls holds no image that Pillow reads" in refusal(folder)
 
 
+@pytest.mark.parametrize("link", ["cats/again", "cats/more/up", "cats/9.png", "whales"])
+def test_images_that_are_there_twice_are_refused(folder: Path, link: str) -> None:
+    """A link to a folder around it, a link to another class, a file by two names, a class by two names."""
+    target = {"cats/again": folder / "cats", "cats/more/up": folder / "owls", "cats/9.png": folder / "cats" / "0.png"}
+    (folder / link).symlink_to(target.get(link, folder / "owls"))
+    assert "is the same as" in refusal(folder)
+    assert "by a link: its images would count twice, perhaps for training and for testing" in refusal(folder)
+
+
+def test_a_test_image_that_is_a_training_image_is_refused(tmp_path: Path) -> None:
+    for part in ("train", "test"):
+        write_images(tmp_path / part, {"cats": 2, "dogs": 2})
+    load(tmp_path)
+    (tmp_path / "test" / "dogs" / "5.png").hardlink_to(tmp_path / "train" / "dogs" / "0.png")
+    assert f"{tmp_path}/test/dogs/5.png is the same as {tmp_path}/train/dogs/0.png, by a link" in refusal(tmp_path)
+
+
 def test_half_a_pair_of_train_and_test_is_refused(tmp_path: Path) -> None:
     write_images(tmp_path / "train", {"cats": 2, "dogs": 2})
     (tmp_path / "val").mkdir()

@@ -6,6 +6,7 @@ import errno
 import os
 import pickle
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -57,12 +58,36 @@ def test_what_is_no_folder_is_refused_with_what_to_do(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_cannot_be_listed_is_named(own_pictures: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(path: str) -> list[str]:
+    scandir = os.scandir
+
+    def refuse(path: str) -> Any:
+        if path == str(own_pictures):
+            return scandir(path)
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
 
-    monkeypatch.setattr(os, "listdir", refuse)
+    monkeypatch.setattr(os, "scandir", refuse)
     with pytest.raises(UsageError, match=rf"^{own_pictures}/\w+ cannot be listed: Permission denied$"):
         LocalFolder(str(own_pictures)).names()
+
+
+@pytest.mark.parametrize("link", ["Ann/2.jpg", "Bob/1.jpg", "2.jpg", "Cy"])
+@pytest.mark.parametrize("hard", [False, True])
+def test_a_file_or_folder_that_is_there_twice_is_named(tmp_path: Path, link: str, hard: bool) -> None:
+    """It would count twice, perhaps for training and for testing."""
+    for name in ("Ann/1.jpg", "Bob/0.jpg", "0.jpg"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    (tmp_path / "other.jpg").symlink_to("nowhere.jpg")  # read() reports it
+    first, second = (tmp_path / "Ann" if link == "Cy" else tmp_path / "Ann/1.jpg"), tmp_path / link
+    if hard and link != "Cy":
+        second.hardlink_to(first)
+    else:
+        second.symlink_to(first)
+    paths = {f"{first}/1.jpg", f"{second}/1.jpg"} if link == "Cy" else {str(first), str(second)}
+    with pytest.raises(UsageError) as refused:
+        LocalFolder(str(tmp_path)).names()
+    one, other = str(refused.value).partition(", by a link")[0].split(" is the same as ")
+    assert {one, other} == paths
 
 
 def test_a_file_that_cannot_be_opened_or_read_is_named(own_pictures: Path) -> None:
