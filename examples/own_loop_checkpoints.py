@@ -21,11 +21,15 @@ ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
 optimizer = torch.optim.AdamW(model.parameters())
 scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=1000)
 parts: dict[str, Any] = {"model": model, "ema": ema, "optimizer": optimizer, "scheduler": scheduler}
-if checkpoint := newest(folder):  # None at the first start; a damaged checkpoint is passed over
-    for name, part in parts.items():
-        part.load_state_dict(load(checkpoint.path, name))
+saved: list[Any] = [(0, {})]
+if dist.get_rank() == 0 and (checkpoint := newest(folder)):  # None at the first start; a damaged one is passed over
+    saved = [(checkpoint.step, {name: load(checkpoint.path, name) for name in parts})]
+dist.broadcast_object_list(saved)  # all begin where rank 0 does: another host may not have the folder
+first_step, states = saved[0]
+for name, state in states.items():
+    parts[name].load_state_dict(state)
 ddp_model = DistributedDataParallel(model)
-for step in range(checkpoint.step if checkpoint else 0, steps):
+for step in range(first_step, steps):
     inputs = torch.randn(32, 8, generator=torch.Generator().manual_seed(1000 * step + dist.get_rank()))  # stateless
     torch.nn.functional.cross_entropy(ddp_model(inputs), (inputs.sum(1) > 0).long()).backward()
     optimizer.step()

@@ -31,8 +31,10 @@ def main() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.03, momentum=0.9)
     scaler = torch.amp.GradScaler("cpu")  # multiplies the loss, and divides the gradients again before the step
     epoch, path = 0, sys.argv[1]
-    if os.path.exists(path):
-        epoch, weights, momentum, scale = torch.load(path)
+    saved = [torch.load(path) if dist.get_rank() == 0 and os.path.exists(path) else None]
+    dist.broadcast_object_list(saved)  # all begin where rank 0 does: another host may not have the file
+    if saved[0]:
+        epoch, weights, momentum, scale = saved[0]
         model.load_state_dict(weights)
         optimizer.load_state_dict(momentum)
         scaler.load_state_dict(scale)

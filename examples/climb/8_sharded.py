@@ -32,8 +32,10 @@ def main() -> None:
     scaler = torch.amp.GradScaler("cpu")  # multiplies the loss, and divides the gradients again before the step
     whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
     epoch, path = 0, sys.argv[1]
-    if os.path.exists(path):
-        epoch, weights, momentum, scale = torch.load(path)
+    saved = [torch.load(path) if dist.get_rank() == 0 and os.path.exists(path) else None]
+    dist.broadcast_object_list(saved)  # all begin where rank 0 does: another host may not have the file
+    if saved[0]:
+        epoch, weights, momentum, scale = saved[0]
         set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=momentum, options=whole)
         scaler.load_state_dict(scale)
     while epoch < EPOCHS:

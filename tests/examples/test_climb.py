@@ -10,6 +10,7 @@ import contextlib
 import difflib
 import io
 import itertools
+import os
 import re
 import runpy
 import shutil
@@ -28,7 +29,7 @@ BASE, *STEPS = FILES = sorted(FOLDER.glob("[0-9]_*.py"))
 README = FOLDER / "README.md"
 BLOCK = re.compile(r"^```diff\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 HUNK = re.compile(r"^@@ -(\d+)(,\d+)? \S+ @@\n((?:[-+].*\n)*)", re.MULTILINE)
-MOST_LINES_OF_THE_BASE, MOST_LINES_OF_A_DIFF = 60, 12
+MOST_LINES_OF_THE_BASE, MOST_LINES_OF_A_DIFF = 60, 14
 # Errors that a step leaves, and that the next one ends.
 LEFT_WRONG = {"1_ranks": ["576 of 576 samples arrive on every rank in epoch 0: the loader does not divide them"]}
 
@@ -45,7 +46,7 @@ def rewritten(text: str) -> str:
 
 
 def run(folder: Path, path: Path, ranks: int = 2) -> list[str]:
-    """The lines that rank 0 prints; steps that save do so in ``folder``."""
+    """The lines that rank 0 prints; steps that save do so in ``folder``, in which ``RANK`` is each rank's own."""
     lines: list[str]
     lines, *others = run_ranks(_run, ranks, str(path), str(folder / f"{path.stem}.pt"), fresh=True)
     assert others == [[]] * (ranks - 1)
@@ -53,7 +54,7 @@ def run(folder: Path, path: Path, ranks: int = 2) -> list[str]:
 
 
 def _run(*arguments: str) -> list[str]:
-    sys.argv = list(arguments)
+    sys.argv = [argument.replace("RANK", os.environ["RANK"]) for argument in arguments]
     with contextlib.redirect_stdout(io.StringIO()) as output:
         runpy.run_path(arguments[0], run_name="__main__")
     return output.getvalue().splitlines()
@@ -77,7 +78,7 @@ def printed(undisturbed: Path) -> dict[str, list[str]]:
 
 
 def test_each_file_is_the_one_before_with_the_page_s_diff() -> None:
-    """The first file has at most 60 lines. Each diff of the page adds at most 12 and removes at most 12, and makes the next file."""
+    """The first file has at most 60 lines. Each diff of the page adds at most 14 and removes at most 14, and makes the next file."""
     assert len(BASE.read_text().splitlines()) <= MOST_LINES_OF_THE_BASE
     page = README.read_text()
     assert page == rewritten(page)
@@ -139,7 +140,8 @@ def test_the_audit_finds_what_a_step_leaves_wrong_and_nothing_else(path: Path, t
 def test_killed_and_started_again_it_ends_with_the_same_bits(
     name: str, printed: dict[str, list[str]], undisturbed: Path, tmp_path: Path
 ) -> None:
-    """Weights, momentum and scale are those of an undisturbed run; on one rank it continues, too, up to rounding."""
+    """Weights, momentum and scale are those of an undisturbed run; on one rank it continues, too, up to rounding; and on two hosts
+    of which one has the file."""
     path, checkpoint = FOLDER / f"{name}.py", tmp_path / f"{name}.pt"
     watch(tmp_path, [str(path), str(checkpoint)], kill_at=31)  # in the third epoch of twelve steps
     killed = shutil.copy(checkpoint, tmp_path / "killed")
@@ -149,6 +151,10 @@ def test_killed_and_started_again_it_ends_with_the_same_bits(
     assert [torch.equal(*pair) for pair in zip(resumed, whole, strict=True)] == [True] * len(resumed)
     shutil.copy(killed, checkpoint)
     assert numbers(run(tmp_path, path, ranks=1)) == pytest.approx(numbers(printed[name][2:]), rel=2e-3)
+    for rank in "01":
+        (tmp_path / rank).mkdir()
+    shutil.copy(killed, tmp_path / "0" / checkpoint.name)
+    assert run(tmp_path / "RANK", path) == printed[name][2:]
 
 
 def _tensors(state: Any) -> list[torch.Tensor]:
