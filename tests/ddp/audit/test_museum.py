@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ MOST_LINES = 40
 NAMED = "# named by the audit"  # in the line that it names
 
 
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 puts other parentheses into the code of the diffs")
 def test_the_page_is_that_of_the_exhibits() -> None:
     assert (FOLDER / "README.md").read_text() == page()
 

@@ -322,9 +322,13 @@ failed, test_program = as_tests(
         a_wrapper_in_a_reentrant_checkpoint_averages_if_backward_is_to,
         pruned_parameters_were_not_replaced,
         a_module_that_keeps_its_output_does_not_keep_its_wrapper,
-        modules_and_wrappers_may_be_compiled,
     ]
 )
+
+
+def test_torch_compile() -> None:
+    """Modules and wrappers that dynamo and AOT autograd trace have averaged gradients."""
+    assert failures([modules_and_wrappers_may_be_compiled], fresh=True) == {}  # torch 2.11 leaves a thread
 
 
 @pytest.mark.slow
