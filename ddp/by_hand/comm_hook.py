@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddp.by_hand.buckets import Bucket
@@ -48,6 +49,8 @@ def register(reducer: Reducer, state: Any, hook: Hook) -> None:
 
     :raises TypeError: if it cannot be called
     :raises RuntimeError: if there is a hook already
+    :raises NotImplementedError: for torch's PowerSGD over gloo, unless all gradients are in one bucket. Its callbacks start
+        all-reduces in gloo's threads, on each rank in another order, and hang. (With torch's DDP they hang, too.)
     """
     if not callable(hook):
         raise TypeError(
@@ -56,6 +59,12 @@ def register(reducer: Reducer, state: Any, hook: Hook) -> None:
     if reducer.hook is not None:
         raise RuntimeError(
             "there is a communication hook already: register_comm_hook can only be called once, before the first backward"
+        )
+    several = len(reducer.buckets) > 1 or reducer.find_unused
+    if type(state).__name__ == "PowerSGDState" and several and dist.get_backend(reducer.group) == "gloo":
+        raise NotImplementedError(
+            "PowerSGD over gloo hangs with several buckets, and with find_unused_parameters: pass a bucket_cap_mb that holds all "
+            "gradients, or use NCCL"
         )
     reducer.hook = functools.partial(HookedAverage, hook, state)
 

@@ -88,8 +88,8 @@ class Reducer:
         self._ids = set(map(id, self.parameters))
         # These nodes put gradients into .grad. (A parameter that is converted gets another node.)
         self.nodes = [get_gradient_edge(p).node for p in self.parameters]
-        self._group, self._all_reduce, self._limits = group, all_reduce, limits
-        self._as_view, self._find_unused = as_view, find_unused and not static_graph
+        self.group, self._all_reduce, self._limits = group, all_reduce, limits
+        self._as_view, self.find_unused = as_view, find_unused and not static_graph
         self.div_factor = float(group.size())  # of the next backward pass
         self.hook: Callable[[Bucket, int, bool], Pending] | None = None  # averages a bucket in another way
 
@@ -141,7 +141,7 @@ class Reducer:
         Variable._execution_engine.queue_callback(end)
         times_ready = [0 for _ in self.parameters]
         div_factor = 1.0 if self.hook else self.div_factor  # communication hooks divide by themselves
-        self._pass = BackwardPass(times_ready, div_factor, weakref.ref(end), from_output, not self._find_unused, [])
+        self._pass = BackwardPass(times_ready, div_factor, weakref.ref(end), from_output, not self.find_unused, [])
         for bucket in self.buckets:
             bucket.to_copy = set(bucket.parameters)
             # Gradients still to wait for. With static_graph, unused parameters get none.
@@ -238,9 +238,9 @@ class Reducer:
         if self._receivers is not None:
             return self._receivers
         flags = torch.tensor(used, dtype=torch.int32, device=self.parameters[0].device)
-        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._group)
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.group)
         receivers = set(flags.nonzero().flatten().tolist())
-        if not self._find_unused:  # with static_graph, they stay the same
+        if not self.find_unused:  # with static_graph, they stay the same
             self._receivers = receivers
         return receivers
 
@@ -251,7 +251,7 @@ class Reducer:
         # Each index once, where it comes first. Parameters without a gradient come last.
         indices = dict.fromkeys([*self._order, *reversed(range(len(self.parameters)))])
         order = torch.tensor(list(indices), device=self.parameters[0].device)
-        dist.broadcast(order, group=self._group, group_src=0)
+        dist.broadcast(order, group=self.group, group_src=0)
         self._order = None
         # Same memory, new order: copy out, rebuild, copy in.
         averages = {index: view.clone() for bucket in self.buckets for index, view in bucket.views.items()}
@@ -298,6 +298,6 @@ class Reducer:
         # checkpoint, a part of the whole.
         if not self._pass.from_output and within_another_pass():
             return RuntimeError(errors.UNKNOWN_BEGINNING)
-        if changed or self._find_unused or not missing:
+        if changed or self.find_unused or not missing:
             return changed
         return errors.unused(missing, len(self._names))

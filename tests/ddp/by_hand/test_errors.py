@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.distributed.optim.apply_optimizer_in_backward import _apply_optimizer_in_backward
 from torch.utils.checkpoint import checkpoint
 
@@ -133,6 +134,15 @@ def raising(state: Any, bucket: Any) -> Any:
     raise ArithmeticError("of the hook's own")
 
 
+def power_sgd_over_gloo_with_several_buckets() -> None:
+    state = PowerSGDState(None, start_powerSGD_iter=2)
+    for options in ({"bucket_cap_mb": 1e-5}, {"find_unused_parameters": True}):
+        model = Wrap(layers(3, 2, 2), **options)  # type: ignore[arg-type]
+        text = "PowerSGD over gloo hangs with several buckets"
+        expect_error(NotImplementedError, text, lambda: model.register_comm_hook(state, powerSGD_hook))  # noqa: B023
+    Wrap(layers(3, 2, 2), bucket_cap_mb=1).register_comm_hook(state, powerSGD_hook)
+
+
 def hooks_that_do_not_give_what_they_should() -> None:
     mistakes: list[tuple[Any, type[Exception], str]] = [
         (lambda _, bucket: bucket.buffer(), TypeError, "must return a future of a tensor, not Tensor"),
@@ -155,6 +165,7 @@ failed, test_program = as_tests(
         what_is_not_offered,
         passes_that_leave_a_parameter_out,
         parameters_that_two_checkpoints_share,
+        power_sgd_over_gloo_with_several_buckets,
         hooks_that_do_not_give_what_they_should,
     ],
     world_size=3,
