@@ -16,6 +16,7 @@ from common.errors import UsageError
 from common.models.modules import to_device
 from ddp.by_hand.replicas import require_same_modules
 from ddp.sharded.protected.initial_values import materialize
+from ddp.sharded.protected.parameters import leave_behind
 from ddp.sharded.units import divide
 
 
@@ -58,7 +59,10 @@ class FullyShard(nn.Module):
         mesh = init_device_mesh(device.type, (dist.get_world_size(),))
         for unit in (*units, root):  # fully_shard wants the root last
             materialize(unit, device)  # one unit at a time is whole
+            replaced = {name: unit.module.get_parameter(name.removeprefix(f"{unit.name}.")) for name in unit.owners}
             fully_shard(unit.module, mesh=mesh, mp_policy=policy)
+            for name, parameter in replaced.items():
+                leave_behind(parameter, name)
         self.module: Any = module
         assert dist.group.WORLD is not None
         self.process_group = dist.group.WORLD
