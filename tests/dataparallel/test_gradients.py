@@ -9,17 +9,20 @@ import torch
 from torch import nn
 
 from tests.dataparallel.modules import (
+    Buffers,
     Tied,
     assert_equal_to_plain,
     assert_same,
     gradients,
     images,
+    layer,
     linear,
     loss_of,
     random_model,
     rows,
     wrapped,
 )
+from tests.support.zoo.random_models import Part
 
 
 def test_several_forwards_before_one_backward_and_a_graph_that_is_kept() -> None:
@@ -51,7 +54,7 @@ def test_optimizer_steps_equal_the_plain_ones(optimizer: type[torch.optim.Optimi
 
     Claim (dataparallel/README.md): outputs and gradients are those of the plain module: random models, nested inputs.
     """
-    plain = random_model(["conv", "tied", "norm", "buffers"], 0, 3)
+    plain = random_model([layer(Part("conv")), Tied(), layer(Part("layernorm")), Buffers()], 0)
     module = copy.deepcopy(plain)
     for forward in (plain, wrapped(module, 3)):
         learner = optimizer([p for p in forward.parameters() if p.requires_grad], lr=0.01)  # type: ignore[call-arg]

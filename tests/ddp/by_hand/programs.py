@@ -16,19 +16,8 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from ddp.by_hand import HandwrittenDistributedDataParallel, JoinableDistributedDataParallel
-from tests.ddp.by_hand.wrappers import (
-    CHANGING,
-    OPTIMIZERS,
-    UNUSED,
-    Case,
-    Results,
-    as_torch_can,
-    batch,
-    first_difference,
-    kept,
-    loss_of,
-    wrap,
-)
+from tests.ddp.by_hand.wrappers import OPTIMIZERS, Case, Results, as_torch_can, first_difference, kept, wrap
+from tests.support.zoo.named import CHANGING, UNUSED, batch, loss_of
 
 ACTIONS = 20
 

@@ -14,20 +14,10 @@ from hypothesis import strategies as st
 from ddp.all_reduce import ALL_REDUCES
 from ddp.all_reduce.choice import build_all_reduce
 from ddp.rendezvous.process_group import process_group
-from tests.ddp.by_hand.wrappers import (
-    CHANGING,
-    COMPRESSING,
-    FLOAT32,
-    HOOKS,
-    LOW_PRECISION,
-    MODELS,
-    OPTIMIZERS,
-    UNUSED,
-    Case,
-    compare,
-)
+from tests.ddp.by_hand.wrappers import COMPRESSING, HOOKS, OPTIMIZERS, Case, compare
 from tests.support.launch import run_ranks
 from tests.support.ranks import run_in_group
+from tests.support.zoo.named import CHANGING, FLOAT32, LOW_PRECISION, MODELS, UNUSED
 
 
 @st.composite

@@ -27,8 +27,8 @@ from ddp.sharded import clip_grad_norm_, shard
 from ddp.strategies import IN_BUCKETS, STRATEGIES
 from ddp.train import build_job, train_epoch
 from tests.ddp.models import reference
-from tests.ddp.models.random_models import CLASSES, SIDE, Model, Network, Part, models, tolerance
 from tests.support.launch import run_ranks
+from tests.support.zoo.random_models import CLASSES, SIDE, Model, Network, Part, models, tolerance
 
 STEPS, BATCH, EPOCHS, CLIP = 3, 8, 2, 0.3
 RATES = {"sgd": 0.05, "adam": 0.01, "adamw": 0.01}
@@ -51,6 +51,7 @@ REFUSALS = (
     r"\S+ was replaced, unfrozen or copied after it was wrapped: wrap the module again",
     r"backward gave no gradient to \d+ of \d+ parameters: ",
     r"load_state_dict\(\) does not reach the shards: load the weights before shard\(\)",
+    r"this is the parameter '\S+' from before shard\(\)",
 )
 
 
@@ -98,11 +99,13 @@ class Program:
     """A loop of the user's own.
 
     :param actions: names of methods of :class:`Loop`
+    :param hooked: whether a hook clamps each gradient; for a sharded wrapper, whose hooks see averages
     """
 
     model: Model
     wrapper: str = "handwritten"
     actions: tuple[str, ...] = ()
+    hooked: bool = False
 
 
 class Recorded(ImageDataset):
@@ -205,6 +208,8 @@ class Wrapped:
         network = Network(replace(program.model, seed=program.model.seed + dist.get_rank() * sends_all))
         self.model: Any = wrap(network, program)
         self.networks, self.optimizers = [network], [plain_sgd(self.model.parameters())]
+        for parameter in self.model.parameters() if program.hooked else ():
+            parameter.register_post_accumulate_grad_hook(clamp)
 
     def add_gradients(
         self, batches: list[reference.Batch], weight: float = 1.0, synchronize: bool = True
@@ -226,6 +231,12 @@ class Wrapped:
         return whole(self.model)
 
 
+def clamp(parameter: nn.Parameter) -> None:
+    """Bound the real parts of a gradient."""
+    if parameter.grad is not None:
+        (torch.view_as_real(parameter.grad) if parameter.grad.is_complex() else parameter.grad).clamp_(-0.02, 0.02)
+
+
 def wrap(network: nn.Module, program: Program) -> nn.Module:
     if program.wrapper == "naive":
         return NaiveDistributedDataParallel(network)
@@ -243,6 +254,7 @@ class Emulated(reference.Replicas):
 
     def __init__(self, program: Program) -> None:
         super().__init__(lambda: Network(program.model), dist.get_world_size(), plain_sgd)
+        self.hooked = program.hooked
 
     def whole(self) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext()
@@ -253,6 +265,9 @@ class Emulated(reference.Replicas):
         losses = super().add_gradients(batches, weight)
         if synchronize:
             self.average()
+            for network in self.networks if self.hooked else ():
+                for parameter in network.parameters():
+                    clamp(parameter)
         return losses
 
 
@@ -485,7 +500,8 @@ def jobs(draw: st.DrawFn) -> Job:
 def programs(draw: st.DrawFn) -> Program:
     wrapper = draw(st.sampled_from(["naive", "handwritten", "zero1", "zero2", "zero3"]))
     actions = draw(st.lists(st.sampled_from((*ACTIONS, *ACTIONS[:8])), min_size=3, max_size=8))
-    return Program(draw(models()), wrapper, ("step", *actions, "step"))
+    hooked = wrapper.startswith("zero") and draw(st.booleans())
+    return Program(draw(models()), wrapper, ("step", *actions, "step"), hooked)
 
 
 def only(kind: str, variant: int = 0, *others: Part, **options: Any) -> Model:

@@ -9,9 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.ddp.by_hand.wrappers import LOW_PRECISION, MODELS, OPTIMIZERS, UNUSED
+from tests.ddp.by_hand.wrappers import OPTIMIZERS
 from tests.ddp.sharded.trained import Case, compare
 from tests.support.ranks import run_in_group
+from tests.support.zoo.named import LOW_PRECISION, MODELS, UNUSED
 
 # Not to the last bit at two ranks: torch's bf16 kernels round the last elements of a tensor, which are others in a shard, in
 # another way; and a parameter whose memory has gaps has none in a flat tensor, so that its matrix product is another kernel's.

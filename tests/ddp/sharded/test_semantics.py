@@ -16,9 +16,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from common.models.gpt import GPT
 from ddp.sharded import shard
 from ddp.sharded.units import divide
-from tests.ddp.by_hand.wrappers import Failing
 from tests.ddp.sharded.trained import weights
 from tests.support.ranks import run_in_group
+from tests.support.zoo.named import Failing
 
 STAGES = (1, 2, 3)
 VOCABULARY, LENGTH, SEQUENCES = 17, 8, 4  # 64 bytes or a multiple in each parameter, with a width of 64

@@ -12,24 +12,15 @@ from torch import nn
 
 from ddp.by_hand.wrapper import HandwrittenDistributedDataParallel
 from ddp.sharded import shard
-from tests.ddp.by_hand.wrappers import (
-    MODELS,
-    OPTIMIZERS,
-    UNUSED,
-    Results,
-    batch,
-    first_difference,
-    kept,
-    run_micro_step,
-    tensors,
-)
+from tests.ddp.by_hand.wrappers import OPTIMIZERS, Results, first_difference, kept, run_micro_step
+from tests.support.zoo.named import MODELS, UNUSED, batch, tensors
 
 
 @dataclass(frozen=True)
 class Case:
     """A way to train a model.
 
-    :param model: of :data:`tests.ddp.by_hand.wrappers.MODELS`
+    :param model: of :data:`tests.support.zoo.named.MODELS`
     :param stage: of sharding; 0 for replicas
     :param units: whether each child that has parameters is a unit; else there is the root only
     :param accumulation: micro-steps, all but the last under ``no_sync``

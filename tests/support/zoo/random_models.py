@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.nn.utils import prune
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
 CHANNELS, SIDE, CLASSES = 4, 4, 3
@@ -44,8 +45,18 @@ def conv(variant: int = 0) -> nn.Conv2d:
     return nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1, groups=1 + variant % 2, bias=False)
 
 
-def normalized(variant: int) -> nn.Module:
-    return (weight_norm, spectral_norm)[variant % 2](conv())
+def computed(variant: int) -> nn.Module:
+    """A layer whose weight is computed from others, in a parametrization or before forward."""
+    hows = (
+        weight_norm,
+        spectral_norm,
+        nn.utils.weight_norm,
+        nn.utils.spectral_norm,
+        lambda layer: prune.random_unstructured(layer, "weight", 0.5),
+        lambda layer: prune.l1_unstructured(layer, "weight", 0.3),
+    )
+    how: Callable[[nn.Module], nn.Module] = hows[variant % len(hows)]
+    return how(conv())
 
 
 def batchnorm(variant: int) -> nn.Module:
@@ -149,6 +160,35 @@ class Thawing(nn.Module):
         return result
 
 
+class Absent(nn.Module):
+    """A child, a parameter and a buffer that are None, and a parameter without dimensions."""
+
+    def __init__(self, variant: int) -> None:
+        super().__init__()
+        self.register_module("child", None)
+        self.register_parameter("bias", None)
+        self.register_buffer("offset", None)
+        self.weight = nn.Parameter(torch.randn(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.child is None
+        assert self.bias is None
+        assert self.offset is None
+        return x * self.weight
+
+
+class Listed(nn.Module):
+    """A layer that has its weight a second time."""
+
+    def __init__(self, variant: int) -> None:
+        super().__init__()
+        self.layer = conv()
+        self.weights = [self.layer.weight]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.conv2d(x, self.weights[0], padding=1)
+
+
 class Expanded(nn.Module):
     def __init__(self, variant: int) -> None:
         super().__init__()
@@ -162,7 +202,12 @@ PARTS: dict[str, Callable[[int], nn.Module]] = {
     "conv": conv,
     "tied": conv,  # with the first "conv"; see Network
     "aliased": conv,
-    "normalized": normalized,
+    "linear": lambda v: nn.Linear(SIDE, SIDE, bias=bool(v & 1)),
+    "inplace": lambda v: nn.Sequential(nn.Linear(SIDE, SIDE), nn.LeakyReLU(inplace=True)),
+    "layernorm": lambda v: nn.LayerNorm([CHANNELS, SIDE, SIDE]),
+    "absent": Absent,
+    "computed": computed,
+    "listed": Listed,
     "batchnorm": batchnorm,
     "instancenorm": lambda v: nn.InstanceNorm2d(CHANNELS, affine=bool(v & 1), track_running_stats=bool(v & 2)),
     "groupnorm": lambda v: nn.GroupNorm(1 + v % 2, CHANNELS),
@@ -174,6 +219,7 @@ PARTS: dict[str, Callable[[int], nn.Module]] = {
     "expanded": Expanded,
 }
 KEEPS_DTYPE = (Scale, Fourier)
+PER_SAMPLE = ("absent", "computed", "conv", "groupnorm", "inplace", "layernorm", "linear")  # they mix no samples
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "as it is": lambda p: p,
     "gaps": lambda p: p.repeat_interleave(2, -1)[..., ::2],
@@ -183,6 +229,16 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+def build(part: Part, dtype: torch.dtype) -> nn.Module:
+    """A layer of its own: it is neither tied nor frozen yet."""
+    module = PARTS[part.kind](part.variant)
+    if not isinstance(module, KEEPS_DTYPE):
+        module.to(dtype)
+    for parameter in module.parameters():
+        parameter.data = LAYOUTS[part.layout](parameter.data) if parameter.dim() else parameter.data
+    return module
+
+
 class Network(nn.Module):
     """Logits ``[n, CLASSES]`` of images ``[n, 1, SIDE, SIDE]``."""
 
@@ -190,19 +246,15 @@ class Network(nn.Module):
         super().__init__()
         torch.manual_seed(model.seed)
         self.stem = nn.Conv2d(1, CHANNELS, 3, padding=1)
-        self.parts = nn.ModuleList(PARTS[part.kind](part.variant) for part in model.parts)
+        self.parts = nn.ModuleList(build(part, model.dtype) for part in model.parts)
         self.head = nn.Linear(CHANNELS * SIDE * SIDE, CLASSES)
         self.dtype = model.dtype
-        for child in (self.stem, *self.parts, self.head):
-            if not isinstance(child, KEEPS_DTYPE):
-                child.to(model.dtype)
+        for child in (self.stem, self.head):
+            child.to(model.dtype)
         first: Any = next(
             (m for m, p in zip(self.parts, model.parts, strict=True) if p.kind == "conv"), conv().to(model.dtype)
         )
         self.order = []
-        for module, part in zip(self.parts, model.parts, strict=True):
-            for parameter in module.parameters():
-                parameter.data = LAYOUTS[part.layout](parameter.data) if parameter.dim() else parameter.data
         for index, (module, part) in enumerate(zip(self.parts, model.parts, strict=True)):
             if part.kind in ("tied", "aliased") and module.weight.shape == first.weight.shape:
                 module.weight = first.weight if part.kind == "tied" else nn.Parameter(first.weight.data)
