@@ -251,6 +251,18 @@ def a_wrapper_in_a_reentrant_checkpoint_averages_if_backward_is_to() -> None:
         expect_same(gradients(network), expected)
 
 
+def a_checkpoint_of_the_wrapper_averages_as_the_first_forward_pass_was_to() -> None:
+    """The wrapper's forward pass is repeated in backward, under no_sync."""
+    network = layers(3, 5, 2)
+    expected = average(alone(network))
+    model = Wrap(network, bucket_cap_mb=EACH_ALONE)
+    with set_checkpoint_early_stop(False):  # so that the repeated forward pass comes to its end
+        loss = loss_of(checkpoint(model, inputs(), use_reentrant=False))
+        with model.no_sync():
+            loss.backward()
+    expect_same(gradients(network), expected)
+
+
 def pruned_parameters_were_not_replaced() -> None:
     network = layers(3, 5, 2)
     model = Wrap(network, find_unused_parameters=True)
@@ -320,6 +332,7 @@ failed, test_program = as_tests(
         two_outputs_may_have_a_backward_pass_each,
         gradients_may_have_a_graph,
         a_wrapper_in_a_reentrant_checkpoint_averages_if_backward_is_to,
+        a_checkpoint_of_the_wrapper_averages_as_the_first_forward_pass_was_to,
         pruned_parameters_were_not_replaced,
         a_module_that_keeps_its_output_does_not_keep_its_wrapper,
     ]

@@ -41,7 +41,7 @@ REFUSALS = (
     r"more than one element of the written-to tensor .* Please clone\(\) the tensor",  # the optimizer's own
     r"\S+: with max_norm, ",
     r"\S+ was frozen or unfrozen during training, which --strategy .* do not see: do it when",
-    r"fully_shard doesn't support scalar parameters. Change scale to a 1D",
+    r"fully_shard doesn't support scalar parameters. Change \S+ to a 1D",
     r"fsdp2: \S+ is .*: use zero3",
     r"\S+ and \S+ share memory",
     r"parameters? (\S+ )?(was|that were) frozen when",

@@ -37,6 +37,22 @@ def mlp() -> nn.Module:
     )
 
 
+class Block(nn.Module):
+    """A layer that is used, and one that is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(64, 64), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.used(x))
+
+
+def segment() -> nn.Module:
+    """Units that are computed again together: the first of them is needed before its own backward pass begins."""
+    return Checkpointed(Block(), Block(), Block(), nn.Linear(64, 5))
+
+
 def convolutions() -> nn.Module:
     shape, block = nn.Unflatten(1, (1, 8, 8)), nn.Sequential(nn.Conv2d(1, 3, 3), nn.BatchNorm2d(3), nn.ReLU())
     return nn.Sequential(shape, block, nn.Sequential(nn.Conv2d(3, 2, 3, bias=False), nn.Flatten()), nn.Linear(32, 5))
@@ -57,8 +73,13 @@ def trained(
         for micro_step in range(2):
             generator = torch.Generator().manual_seed(100 * step + 10 * micro_step + dist.get_rank())
             inputs = torch.randn(6, 64, generator=generator)
-            with model.no_sync() if step % 2 and not micro_step else contextlib.nullcontext():
+            alone = step % 2 == 1 and micro_step == 0
+            with model.no_sync() if alone else contextlib.nullcontext():
                 model(inputs).square().mean().backward()
+            if isinstance(model, ZeRO1):
+                # no_sync sends nothing: the shards have no gradients yet.
+                assert all((parameter.grad is None) == alone for parameter in model.parameters())
+                assert all(flat.is_whole == (model.stage < 3) for flat in model.flats)
         norm = clip(model.parameters(), 0.5)
         optimizer.step()
         optimizer.zero_grad()
@@ -72,7 +93,9 @@ def as_torchs(build: Callable[[], nn.Module], kind: type[ZeRO1]) -> None:
     for optimizer in OPTIMIZERS:
         torch.manual_seed(dist.get_rank())  # rank 0's values are sent to all
         network = build()
-        replica = DistributedDataParallel(copy.deepcopy(network), broadcast_buffers=False)
+        replica = DistributedDataParallel(
+            copy.deepcopy(network), broadcast_buffers=False, find_unused_parameters=build is segment
+        )
         whole = sum(parameter.numel() for parameter in network.parameters() if parameter.requires_grad)
         world = dist.group.WORLD
         assert world is not None
@@ -92,7 +115,7 @@ def as_torchs(build: Callable[[], nn.Module], kind: type[ZeRO1]) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("kind", STAIRCASE)
-@pytest.mark.parametrize("build", [mlp, convolutions])
+@pytest.mark.parametrize("build", [mlp, segment, convolutions])
 def test_the_staircase_alone_trains_as_torchs_ddp(
     build: Callable[[], nn.Module], kind: type[ZeRO1], ranks: int
 ) -> None:
