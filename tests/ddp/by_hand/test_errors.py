@@ -137,7 +137,7 @@ def raising(state: Any, bucket: Any) -> Any:
 def power_sgd_over_gloo_with_several_buckets() -> None:
     state = PowerSGDState(None, start_powerSGD_iter=2)
     for options in ({"bucket_cap_mb": 1e-5}, {"find_unused_parameters": True}):
-        model = Wrap(layers(3, 2, 2), **options)  # type: ignore[arg-type]
+        model = Wrap(layers(3, 2, 2), **options)
         text = "PowerSGD over gloo hangs with several buckets"
         expect_error(NotImplementedError, text, lambda: model.register_comm_hook(state, powerSGD_hook))  # noqa: B023
     Wrap(layers(3, 2, 2), bucket_cap_mb=1).register_comm_hook(state, powerSGD_hook)

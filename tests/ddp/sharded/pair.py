@@ -34,11 +34,14 @@ class Pair:
         stage: int,
         build: Callable[[], nn.Module] = network,
         optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.Adam,
+        layers_are_units: bool = False,
         **settings: Any,
     ) -> None:
         self.net: Any = build()
         self.plain: Any = build()
-        units = [part for part in self.net.children() if isinstance(part, nn.Sequential)]
+        units: list[nn.Module] = [part for part in self.net.children() if isinstance(part, nn.Sequential)]
+        if layers_are_units:
+            units = [part for part in self.net.modules() if isinstance(part, nn.Linear)]
         self.model: Model = shard(self.net, stage, units=units, **settings)
         self.all_ranks = range(dist.get_world_size())
         self.optimizers = [optimizer(one.parameters(), lr=0.05) for one in (self.model, self.plain)]

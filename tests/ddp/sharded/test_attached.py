@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -44,8 +45,8 @@ REPARAMETRIZED: dict[str, Callable[[nn.Module], object]] = {
 
 
 def weights_from_others(stage: int) -> None:
-    for how in REPARAMETRIZED.values():
-        pair = Pair(stage, functools.partial(reparametrized, how), SGD)
+    for how, layers_are_units in itertools.product(REPARAMETRIZED.values(), (False, True)):
+        pair = Pair(stage, functools.partial(reparametrized, how), SGD, layers_are_units)
         for number in range(3):
             pair.step(number)
         with torch.no_grad():
