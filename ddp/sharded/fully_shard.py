@@ -59,7 +59,7 @@ class FullyShard(nn.Module):
         mesh = init_device_mesh(device.type, (dist.get_world_size(),))
         for unit in (*units, root):  # fully_shard wants the root last
             materialize(unit, device)  # one unit at a time is whole
-            replaced = {name: unit.module.get_parameter(name.removeprefix(f"{unit.name}.")) for name in unit.owners}
+            replaced = {name: part.get_parameter(attribute) for name, ((part, attribute), *_) in unit.owners.items()}
             fully_shard(unit.module, mesh=mesh, mp_policy=policy)
             for name, parameter in replaced.items():
                 leave_behind(parameter, name)

@@ -28,9 +28,8 @@ class ProtectedFlat(FlatParameters):
         self.reachable = [(self.whole_parameters, self.whole), (self.shard_parameters, self.shard)]
         self._shard_writes = writes(self.shard_parameters)  # counted at the last gather
         self._whole_writes = writes(self.whole_parameters)  # counted when last looked at
-        self.used: list[
-            bool
-        ] = []  # which parameters had a gradient in the last reduction: on this rank, from finalize() on on any
+        # Which parameters had a gradient in the last reduction: on this rank; after finalize(), on any rank.
+        self.used: list[bool] = []
         self._had_gradient: list[bool] = []  # which shard parameters had one before that reduction
 
     # Writes between passes, and in forward
