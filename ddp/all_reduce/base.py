@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import abc
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, Protocol
 
 import torch
@@ -29,18 +30,20 @@ class AllReduce(abc.ABC):
     def __init__(self) -> None:
         # One thread runs all sums in the order of their start, the same on every rank, as torch's process groups do.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="all-reduce")
+        self._started: list[Future[None]] = []  # the latest
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Zeros ``[numel]`` for a buffer that will be summed many times, in the memory where that is fastest."""
         return torch.zeros(numel, dtype=dtype, device=device)
 
     def run(self, buffer: Tensor) -> None:
-        """Sum ``buffer`` over the ranks.
+        """Sum ``buffer`` over the ranks, after all sums that were started before.
 
         :raises RuntimeError: when a rank has ended, or did not answer in time
         :raises ValueError: if it is not 1-d and contiguous
         """
         _require_flat(buffer)
+        wait(self._started)
         self._sum(buffer)
 
     def start(self, buffer: Tensor) -> Pending:
@@ -56,7 +59,11 @@ class AllReduce(abc.ABC):
         """The algorithm."""
 
     def _start(self, buffer: Tensor) -> Pending:
-        return InThread(self._thread.submit(self._sum, buffer))
+        return self._in_thread(self._sum, buffer)
+
+    def _in_thread(self, collective: Callable[[Tensor], None], buffer: Tensor) -> Pending:
+        self._started = [self._thread.submit(collective, buffer)]
+        return InThread(self._started[0])
 
     def close(self) -> None:
         """Free threads, connections and memory; tensors of :meth:`allocate` must not be used afterwards."""

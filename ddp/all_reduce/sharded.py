@@ -6,7 +6,7 @@ import abc
 
 from torch import Tensor
 
-from ddp.all_reduce.base import AllReduce, InThread, Pending
+from ddp.all_reduce.base import AllReduce, Pending
 
 
 class ShardedAllReduce(AllReduce):
@@ -14,7 +14,7 @@ class ShardedAllReduce(AllReduce):
 
     A tensor of p equal shards lies on each of p ranks; shard r belongs to rank r. A reduce-scatter leaves each rank the sum of
     its own shard. An all-gather gives each rank the shards of the others. One after the other they are an all-reduce, and
-    each moves half of its bytes: n(p-1)/p of n. Both work in place.
+    each moves half of its bytes: n(p-1)/p of n. Both work in place. Wait for all that was started before calling one directly.
     """
 
     @abc.abstractmethod
@@ -35,8 +35,8 @@ class ShardedAllReduce(AllReduce):
 
     def start_reduce_scatter(self, buffer: Tensor) -> Pending:
         """Begin a :meth:`reduce_scatter`, after all that was started before."""
-        return InThread(self._thread.submit(self.reduce_scatter, buffer))
+        return self._in_thread(self.reduce_scatter, buffer)
 
     def start_all_gather(self, buffer: Tensor) -> Pending:
         """Begin an :meth:`all_gather`, after all that was started before."""
-        return InThread(self._thread.submit(self.all_gather, buffer))
+        return self._in_thread(self.all_gather, buffer)

@@ -65,9 +65,14 @@ def refusals() -> list[str]:
                     ) as error:
                         use(buffer)
                     texts.append(str(error.value))
-            ones = torch.ones(3)
-            algorithm.run(ones)
-            assert ones.tolist() == [dist.get_world_size()] * 3
+            # Sums that follow one that was started wait for it.
+            started, ones = torch.ones(300_000), [torch.ones(3) for _ in range(20)]
+            pending = algorithm.start(started)
+            for buffer in ones:
+                algorithm.run(buffer)
+            pending.wait()
+            for buffer in (started, *ones):
+                assert buffer.unique().tolist() == [dist.get_world_size()]
             algorithm.close()
     return texts
 
