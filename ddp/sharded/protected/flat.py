@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from ddp.sharded.flat import FlatParameters, Owner, parameter_in
-from ddp.sharded.protected.parameters import WatchedParameter, WholeParameter, leave_behind, writes
+from ddp.sharded.protected.parameters import CameByAutograd, WatchedParameter, WholeParameter, leave_behind, writes
 
 
 class ProtectedFlat(FlatParameters):
@@ -24,6 +24,7 @@ class ProtectedFlat(FlatParameters):
         for name, original, shard in zip(owners, originals, self.shard_parameters, strict=True):
             vars(shard).update(vars(original))  # the user's own attributes, such as no_decay
             leave_behind(original, name)
+            CameByAutograd(shard)
         # All parameters that users may hold, and the tensor in whose memory they must stay.
         self.reachable = [(self.whole_parameters, self.whole), (self.shard_parameters, self.shard)]
         self._shard_writes = writes(self.shard_parameters)  # counted at the last gather
@@ -129,9 +130,18 @@ class ProtectedFlat(FlatParameters):
         super().finish_reduce()
 
     def accumulate(self, parameter: nn.Parameter, average: Tensor) -> None:
-        """Let the user's hooks on the gradient change the average first."""
+        """Let the user's hooks on the gradient change the average first.
+
+        :raises RuntimeError: if autograd has run them in this pass already
+        """
         # HACK: no public call runs the hooks of ``register_hook``. If torch renames them, this is an AttributeError.
-        for hook in (parameter._backward_hooks or {}).values():
+        hooks = list((parameter._backward_hooks or {}).values())
+        if CameByAutograd.of(parameter).came and (hooks or _after_accumulation(parameter)):
+            raise RuntimeError(
+                "a hook on a shard's gradient would run twice: on that of a penalty on parameters(), and on the average of the loss's. "
+                "Leave the hook out, and change .grad after backward"
+            )
+        for hook in hooks:
             replaced = hook(average)
             average = average if replaced is None else replaced
         super().accumulate(parameter, average)
@@ -151,6 +161,18 @@ class ProtectedFlat(FlatParameters):
     def run_hooks(self) -> None:
         """Run what users registered by ``register_post_accumulate_grad_hook``: an optimizer's step, perhaps."""
         for parameter, used in zip(self.shard_parameters, self.used, strict=True):
-            # HACK: as in accumulate().
-            for hook in (parameter._post_accumulate_grad_hooks or {}).values() if used else ():
+            for hook in _after_accumulation(parameter) if used else ():
                 hook(parameter)
+
+    def end_pass(self) -> None:
+        """The backward pass is over, or an exception ended it."""
+        super().end_pass()
+        for parameter in self.shard_parameters:
+            CameByAutograd.of(parameter).came = False
+
+
+def _after_accumulation(parameter: nn.Parameter) -> list[Any]:
+    """The user's hooks of ``register_post_accumulate_grad_hook``."""
+    # HACK: as in ProtectedFlat.accumulate().
+    hooks = (parameter._post_accumulate_grad_hooks or {}).values()
+    return [hook for hook in hooks if not isinstance(hook, CameByAutograd)]

@@ -40,6 +40,24 @@ class WholeParameter(WatchedParameter):
         return super().detach().as_subclass(WholeParameter)
 
 
+class CameByAutograd:
+    """A hook that remembers whether autograd has put a gradient into a shard: that of a penalty on ``parameters()``. Those of the loss
+    come by the whole parameters."""
+
+    def __init__(self, shard: nn.Parameter) -> None:
+        self.came = False
+        shard._came_by_autograd = self  # type: ignore[attr-defined]
+        shard.register_post_accumulate_grad_hook(self)
+
+    def __call__(self, _: Tensor) -> None:
+        self.came = True
+
+    @staticmethod
+    def of(shard: nn.Parameter) -> CameByAutograd:
+        """That of a shard."""
+        return shard._came_by_autograd  # type: ignore[attr-defined,no-any-return]
+
+
 class LeftBehind(nn.Parameter):
     """A parameter from before ``shard()``. A module, function or optimizer that still has it learns so when it computes with it."""
 

@@ -83,6 +83,19 @@ def hooks_on_gradients(stage: int) -> None:
     pair.check()
 
 
+def hooks_and_penalties(stage: int) -> None:
+    """A hook that removes itself; hooks beside a penalty on the shards, where they would run twice."""
+    model: Model = shard(network(), stage)
+    weight, *_ = model.parameters()
+    for register in (weight.register_hook, weight.register_post_accumulate_grad_hook):
+        handle: Any = register(lambda _: handle.remove())  # noqa: B023
+        register(lambda _: None)
+    model(inputs(0)).sum().backward()
+    (model(inputs(0)).sum() + model.get_submodule("module")[0].bias.sum()).backward()
+    with pytest.raises(RuntimeError, match="would run twice: on that of a penalty"):
+        (model(inputs(0)).sum() + weight.sum()).backward()
+
+
 def optimizers_in_backward(stage: int) -> None:
     """The tutorial's: an optimizer for each parameter, which steps in a hook, so that no gradient outlives its use."""
     pair = Pair(stage)
@@ -236,6 +249,7 @@ def lazy_and_compiled(stage: int) -> None:
 PROGRAMS = (
     weights_from_others,
     hooks_on_gradients,
+    hooks_and_penalties,
     optimizers_in_backward,
     second_references,
     every_optimizer,
