@@ -28,7 +28,7 @@ from ddp.all_reduce.base import AllReduce
 from ddp.by_hand import errors, replicas
 from ddp.by_hand.buckets import DEFAULT_LIMITS, MIB
 from ddp.by_hand.outputs import tensors_in
-from ddp.by_hand.reducer import Reducer
+from ddp.by_hand.reducer import Phase, Reducer
 
 if TYPE_CHECKING:
     from ddp.by_hand.comm_hook import Hook
@@ -94,7 +94,10 @@ class HandwrittenDistributedDataParallel(nn.Module):
         self.reducer = Reducer(module, trained, self.process_group, all_reduce, *options)
         self._frozen = [p for p in replicas.replicated(module, buffers=False).values() if not p.requires_grad]
         self._register_hooks()
-        replicas.refuse_steps_in_backward(self, set(map(id, trained.values())))
+        reducer = self.reducer
+        replicas.refuse_steps_in_backward(
+            self, set(map(id, trained.values())), lambda: reducer.phase is Phase.NO_FORWARD
+        )
 
     def _register_hooks(self) -> None:
         """Tell the reducer of every gradient that is ready, and prepare the hook of outputs."""

@@ -28,7 +28,7 @@ MOST_TOKENS = {
     "examples/climb": 4_500,
     "tests": 232_000,
 }
-MOST_FILES_OF_BY_HAND, MOST_TOKENS_OF_BY_HAND = 8, 5_660
+MOST_FILES_OF_BY_HAND, MOST_TOKENS_OF_BY_HAND = 8, 5_780
 MOST_FILES_OF_A_STEP = 7
 
 LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}

@@ -86,6 +86,16 @@ def optimizers_that_step_in_backward() -> None:
             expect_error(RuntimeError, text, lambda: backward(model))  # noqa: B023
 
 
+def an_optimizer_of_another_model_may_step_in_backward() -> None:
+    first, second = Wrap(layers(3, 2)), Wrap(layers(3, 2))
+    backward(first)
+    optimizer = torch.optim.SGD(first.parameters(), lr=0.1)
+    next(iter(second.parameters())).register_hook(lambda _: optimizer.step() and None)
+    backward(second)
+    parts = of_all_ranks([parameter.tolist() for parameter in first.parameters()])
+    assert parts == parts[:1] * dist.get_world_size()
+
+
 def what_is_not_offered() -> None:
     expect_error(NotImplementedError, "use ddp.by_hand.JoinableDistributedDataParallel", Wrap(layers(3, 2)).join)
     text = "use HandwrittenDistributedDataParallel"
@@ -162,6 +172,7 @@ failed, test_program = as_tests(
         modules_that_differ,
         settings_that_differ_or_cannot_be,
         optimizers_that_step_in_backward,
+        an_optimizer_of_another_model_may_step_in_backward,
         what_is_not_offered,
         passes_that_leave_a_parameter_out,
         parameters_that_two_checkpoints_share,
