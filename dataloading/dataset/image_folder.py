@@ -44,10 +44,10 @@ class _FolderOfClasses(LocalFolder):
 
     def names(self) -> list[str]:
         try:
-            entries = list(os.scandir(self.root))
+            folders = [entry for entry in os.scandir(self.root) if _is_seen(entry.name) and entry.is_dir()]
         except OSError as error:
             _raise(error)
-        classes = sorted(self._listed.add(entry).name for entry in entries if entry.is_dir() and _is_seen(entry.name))
+        classes = sorted(self._listed.add(entry).name for entry in folders)
         if len(classes) < 2:
             raise UsageError(
                 f"{self.root} needs a folder of images for each of two classes or more, and has {len(classes)}: "
@@ -64,14 +64,15 @@ class _FolderOfClasses(LocalFolder):
             folder = folders.pop()
             try:
                 with os.scandir(os.path.join(self.root, folder)) as entries:
-                    seen = [entry for entry in entries if _is_seen(entry.name)]
+                    for entry in entries:
+                        if not _is_seen(entry.name):
+                            continue
+                        if entry.is_dir():
+                            folders.append(os.path.join(folder, self._listed.add(entry).name))
+                        elif os.path.splitext(entry.name)[1].lower() in extensions:
+                            images.append(os.path.join(folder, self._listed.add(entry).name))
             except OSError as error:
                 _raise(error)
-            for entry in seen:
-                if entry.is_dir():
-                    folders.append(os.path.join(folder, self._listed.add(entry).name))
-                elif os.path.splitext(entry.name)[1].lower() in extensions:
-                    images.append(os.path.join(folder, self._listed.add(entry).name))
         if not images:
             raise UsageError(
                 f"{os.path.join(self.root, one)} holds no image that Pillow reads: add some, or remove the folder"

@@ -136,6 +136,11 @@ def test_images_that_are_there_twice_are_refused(folder: Path, link: str) -> Non
     assert "by a link: its images would count twice, perhaps for training and for testing" in refusal(folder)
 
 
+def test_a_link_to_itself_is_named(folder: Path) -> None:
+    (folder / "cats" / "round.png").symlink_to("round.png")
+    assert refusal(folder) == f"{folder}/cats/round.png cannot be listed: Too many levels of symbolic links"
+
+
 def test_a_test_image_that_is_a_training_image_is_refused(tmp_path: Path) -> None:
     for part in ("train", "test"):
         write_images(tmp_path / part, {"cats": 2, "dogs": 2})
