@@ -41,8 +41,8 @@ class NaiveDistributedDataParallel(torch.nn.Module):
         self._hooked = {id(parameter): parameter for parameter in replicas.trained_parameters(module).values()}
         this = weakref.proxy(self)  # so that the hooks, which the parameters hold, do not keep this wrapper alive
         for parameter in self._hooked.values():
-            handle = parameter.register_post_accumulate_grad_hook(lambda _: this._ready())
-            weakref.finalize(self, handle.remove)  # the hooks go with the wrapper
+            # The hooks go with the wrapper.
+            weakref.finalize(self, parameter.register_post_accumulate_grad_hook(lambda _: this._ready()).remove)
         replicas.refuse_steps_in_backward(self, self._hooked)
 
     def forward(self, *inputs: object, **kwargs: object) -> object:
