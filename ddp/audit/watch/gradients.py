@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import weakref
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
 from . import tensors
 from .events import Call, Look, detailed, emit, quiet, watch
@@ -43,13 +45,15 @@ def watch_parameters() -> None:
     """Let each known parameter tell the gradient that this rank computes, before any wrapper averages it."""
     for number, parameter in tensors.alive().items():
         if number not in _hooked and parameter.requires_grad and parameter.is_leaf:
-            parameter.register_hook(functools.partial(_remember, number))
+            parameter.register_hook(functools.partial(_remember, number, weakref.ref(parameter)))
             _hooked.add(number)
 
 
 @quiet()
-def _remember(number: int, gradient: Tensor) -> None:
-    if detailed():
+def _remember(number: int, parameter: weakref.ref[Tensor], gradient: Tensor) -> None:
+    """Some wrappers run the hooks of shards themselves, on averages. Those are not computed by autograd's node of the parameter."""
+    own = parameter()
+    if detailed() and own is not None and get_gradient_edge(own).node is torch._C._current_autograd_node():
         _computed[number] = tensors.probe(gradient) + _computed.get(number, 0)
 
 
