@@ -11,7 +11,7 @@ import torch.distributed.nn.functional  # DDP imports it, and it would keep a gr
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from ddp.checkpoint import load, newest, prune, save
+from ddp.checkpoint import prune, resume, save
 
 steps, folder = int(sys.argv[1]), sys.argv[2]
 dist.init_process_group("gloo")
@@ -21,13 +21,7 @@ ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
 optimizer = torch.optim.AdamW(model.parameters())
 scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=1000)
 parts: dict[str, Any] = {"model": model, "ema": ema, "optimizer": optimizer, "scheduler": scheduler}
-saved: list[Any] = [(0, {})]
-if dist.get_rank() == 0 and (checkpoint := newest(folder)):  # None at the first start; a damaged one is passed over
-    saved = [(checkpoint.step, {name: load(checkpoint.path, name) for name in parts})]
-dist.broadcast_object_list(saved)  # all begin where rank 0 does: another host may not have the folder
-first_step, states = saved[0]
-for name, state in states.items():
-    parts[name].load_state_dict(state)
+first_step = resume(folder, parts)  # 0 at the first start; a damaged checkpoint is passed over
 ddp_model = DistributedDataParallel(model)
 for step in range(first_step, steps):
     inputs = torch.randn(32, 8, generator=torch.Generator().manual_seed(1000 * step + dist.get_rank()))  # stateless

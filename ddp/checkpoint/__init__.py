@@ -2,18 +2,13 @@
 
 For a training loop of one's own, with any state::
 
-    from ddp.checkpoint import load, newest, prune, save
+    from ddp.checkpoint import prune, resume, save
 
-    checkpoint = newest("checkpoints", set_aside=True)  # None at the first start; damaged ones are passed over
-    if checkpoint is not None:
-        model.load_state_dict(load(checkpoint.path, "model"))
-        optimizer.load_state_dict(load(checkpoint.path, "optimizer"))
-        scheduler.load_state_dict(load(checkpoint.path, "scheduler"))
-    for step in range(checkpoint.step if checkpoint else 0, steps):
+    parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+    for step in range(resume("checkpoints", parts), steps):  # from 0 at the first start; damaged ones are passed over
         ...
         if rank == 0:
-            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "scheduler": scheduler.state_dict()}
-            save("checkpoints", step + 1, state, facts={"seed": seed})
+            save("checkpoints", step + 1, {name: part.state_dict() for name, part in parts.items()}, facts={"seed": seed})
             prune("checkpoints", keep_last=3)
 
 ``state`` is a dict of anything that ``torch.load(weights_only=True)`` reads: an EMA's weights, the state of a scaler or of
@@ -28,6 +23,7 @@ import nothing else of this project. From the ground up:
 
 - folder.py: one checkpoint, a folder whose every byte can be checked
 - directory.py: the checkpoints of a run: each is complete or absent, and the newest that is whole is taken
+- resume.py: all ranks begin where rank 0's newest ends
 - shards.py: its tensors, cut into shards, for any number of ranks
 - sharded_state.py: what each rank of a sharded model writes and reads
 - storage.py, state.py, checkpointer.py: the trainer's: names and manifest; the state of a job; when it is saved
@@ -36,5 +32,6 @@ import nothing else of this project. From the ground up:
 
 from ddp.checkpoint.directory import clean, list_checkpoints, newest, prune, save
 from ddp.checkpoint.folder import Checkpoint, Damaged, load, verify
+from ddp.checkpoint.resume import resume
 
-__all__ = ["Checkpoint", "Damaged", "clean", "list_checkpoints", "load", "newest", "prune", "save", "verify"]
+__all__ = ["Checkpoint", "Damaged", "clean", "list_checkpoints", "load", "newest", "prune", "resume", "save", "verify"]
