@@ -30,9 +30,8 @@ def main() -> None:
     ddp_model = DistributedDataParallel(model)  # sends rank 0's weights to all
     optimizer = torch.optim.SGD(model.parameters(), lr=0.03, momentum=0.9)
     scaler = torch.amp.GradScaler("cpu")  # multiplies the loss, and divides the gradients again before the step
-    epoch, path = 0, sys.argv[1]
-    saved = [torch.load(path) if dist.get_rank() == 0 and os.path.exists(path) else None]
-    dist.broadcast_object_list(saved)  # all begin where rank 0 does: another host may not have the file
+    epoch = 0
+    dist.broadcast_object_list(saved := [torch.load(sys.argv[1]) if os.path.exists(sys.argv[1]) else None])  # rank 0's
     if saved[0]:
         epoch, weights, momentum, scale = saved[0]
         model.load_state_dict(weights)
@@ -64,8 +63,8 @@ def main() -> None:
         mean_loss, accuracy = (sums / len(test)).tolist()
         if dist.get_rank() == 0:  # all have the same numbers
             print(f"epoch {epoch}: test loss {mean_loss:.5f}, accuracy {accuracy:.2%}")
-            torch.save((epoch, model.state_dict(), optimizer.state_dict(), scaler.state_dict()), path + ".new")
-            os.replace(path + ".new", path)  # at once: killed at any time, it leaves a whole checkpoint
+            torch.save((epoch, model.state_dict(), optimizer.state_dict(), scaler.state_dict()), sys.argv[1] + ".new")
+            os.replace(sys.argv[1] + ".new", sys.argv[1])  # at once: killed at any time, it leaves a whole checkpoint
 
 
 if __name__ == "__main__":

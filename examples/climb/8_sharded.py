@@ -31,9 +31,8 @@ def main() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.03, momentum=0.9)
     scaler = torch.amp.GradScaler("cpu")  # multiplies the loss, and divides the gradients again before the step
     whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    epoch, path = 0, sys.argv[1]
-    saved = [torch.load(path) if dist.get_rank() == 0 and os.path.exists(path) else None]
-    dist.broadcast_object_list(saved)  # all begin where rank 0 does: another host may not have the file
+    epoch = 0
+    dist.broadcast_object_list(saved := [torch.load(sys.argv[1]) if os.path.exists(sys.argv[1]) else None])  # rank 0's
     if saved[0]:
         epoch, weights, momentum, scale = saved[0]
         set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=momentum, options=whole)
@@ -64,8 +63,8 @@ def main() -> None:
         weights, momentum = get_state_dict(model, optimizer, options=whole)  # all ranks: their shards are gathered
         if dist.get_rank() == 0:  # all have the same numbers
             print(f"epoch {epoch}: test loss {mean_loss:.5f}, accuracy {accuracy:.2%}")
-            torch.save((epoch, weights, momentum, scaler.state_dict()), path + ".new")
-            os.replace(path + ".new", path)  # at once: killed at any time, it leaves a whole checkpoint
+            torch.save((epoch, weights, momentum, scaler.state_dict()), sys.argv[1] + ".new")
+            os.replace(sys.argv[1] + ".new", sys.argv[1])  # at once: killed at any time, it leaves a whole checkpoint
 
 
 if __name__ == "__main__":
