@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp.all_reduce.base import Pending
+from ddp.all_reduce.base import Pending, require_flat
 from ddp.all_reduce.sharded import ShardedAllReduce
 
 # Their names since torch 2.15, and before.
@@ -32,13 +32,13 @@ class Backend(ShardedAllReduce):
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
-        super().__init__()
         self._group = group
 
-    def _sum(self, buffer: Tensor) -> None:
-        self._start(buffer).wait()
+    def run(self, buffer: Tensor) -> None:
+        self.start(buffer).wait()
 
-    def _start(self, buffer: Tensor) -> Pending:
+    def start(self, buffer: Tensor) -> Pending:
+        require_flat(buffer)
         return _pending(dist.all_reduce(buffer, group=self._group, async_op=True))
 
     def reduce_scatter(self, buffer: Tensor) -> None:
@@ -52,6 +52,9 @@ class Backend(ShardedAllReduce):
 
     def start_all_gather(self, buffer: Tensor) -> Pending:
         return _pending(_all_gather(buffer, self._own(buffer), group=self._group, async_op=True))
+
+    def close(self) -> None:
+        """Nothing is its own: the process group has the connections."""
 
     def _own(self, buffer: Tensor) -> Tensor:
         return buffer.chunk(dist.get_world_size(self._group))[dist.get_rank(self._group)]

@@ -11,13 +11,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ddp.all_reduce.base import AllReduce
+from ddp.all_reduce.in_thread import InThread
 from ddp.all_reduce.p2p import P2P
 from ddp.all_reduce.ring import Ring
 from ddp.all_reduce.shared_memory import SharedMemory
 
 
-class Hierarchical(AllReduce):
+class Hierarchical(InThread):
     """Sums CPU tensors over ranks on any number of hosts; the same bits come out on all.
 
     The ranks of a host add up their buffers in shared memory, each one part. The ranks with the same part on each host then

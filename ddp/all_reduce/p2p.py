@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from common.errors import UsageError
-from ddp.all_reduce.base import AllReduce
+from ddp.all_reduce.in_thread import InThread
 
 
 class P2P:
@@ -106,7 +106,7 @@ def host_id() -> str:
     return f"{socket.gethostname()} {boot} {os.stat('/proc/self/ns/net').st_ino}"
 
 
-class SendReceiveAllReduce(AllReduce):
+class SendReceiveAllReduce(InThread):
     """Point-to-point messages to the other ranks, and memory for those that arrive. For CPU tensors.
 
     :param p2p: the ranks over which tensors are summed

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from ddp.all_reduce.in_thread import ShardedInThread
 from ddp.all_reduce.p2p import SendReceiveAllReduce
-from ddp.all_reduce.sharded import ShardedAllReduce
 
 
-class Ring(SendReceiveAllReduce, ShardedAllReduce):
+class Ring(SendReceiveAllReduce, ShardedInThread):
     """The tensor is cut into p chunks. Every rank sends to the next rank only, while it receives from the one before.
 
     Reduce-scatter: in p-1 steps, each chunk travels once around the ring, and every rank on the way adds its own part. At

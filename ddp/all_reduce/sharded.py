@@ -14,7 +14,7 @@ class ShardedAllReduce(AllReduce):
 
     A tensor of p equal shards lies on each of p ranks; shard r belongs to rank r. A reduce-scatter leaves each rank the sum of
     its own shard. An all-gather gives each rank the shards of the others. One after the other they are an all-reduce, and
-    each moves half of its bytes: n(p-1)/p of n. Both work in place. Wait for all that was started before calling one directly.
+    each moves half of its bytes: n(p-1)/p of n. Both work in place.
     """
 
     @abc.abstractmethod
@@ -33,10 +33,10 @@ class ShardedAllReduce(AllReduce):
         :raises RuntimeError: when a rank has ended, or did not answer in time
         """
 
+    @abc.abstractmethod
     def start_reduce_scatter(self, buffer: Tensor) -> Pending:
         """Begin a :meth:`reduce_scatter`, after all that was started before."""
-        return self._in_thread(self.reduce_scatter, buffer)
 
+    @abc.abstractmethod
     def start_all_gather(self, buffer: Tensor) -> Pending:
         """Begin an :meth:`all_gather`, after all that was started before."""
-        return self._in_thread(self.all_gather, buffer)

@@ -27,9 +27,9 @@ import torch
 from torch import Tensor
 
 from common.errors import UsageError
+from ddp.all_reduce.in_thread import ShardedInThread
 from ddp.all_reduce.local_sockets import LocalSockets
 from ddp.all_reduce.p2p import P2P, require_cpu
-from ddp.all_reduce.sharded import ShardedAllReduce
 
 BLOCK_BYTES = 256 << 10  # of each rank's buffer; blocks of two ranks stay in a core's second-level cache
 SCRATCH_BYTES = 4 << 20
@@ -37,7 +37,7 @@ SMALL_BYTES = 64 << 10  # up to this size, one barrier and more additions are fa
 ALIGNMENT = 64  # elements, so that no two ranks write to the same cache line
 
 
-class SharedMemory(ShardedAllReduce):
+class SharedMemory(ShardedInThread):
     """Sums CPU tensors over the ranks of one host, in rank order: all ranks get the same bits, every time.
 
     Two steps, however many ranks there are; in each, every rank sends p-1 messages of a few bytes. It reads n/p bytes of

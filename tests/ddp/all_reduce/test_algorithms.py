@@ -8,7 +8,7 @@ import os
 import signal
 import threading
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import cast
 from unittest import mock
@@ -32,6 +32,7 @@ from ddp.all_reduce.shared_memory import SMALL_BYTES, SharedMemory
 from ddp.all_reduce.tree import Tree
 from ddp.rendezvous.process_group import process_group
 from tests.support.launch import run_ranks, run_with_victim
+from tests.support.ranks import run_in_group
 
 Build = Callable[[P2P], AllReduce]
 BY_HAND: list[Build] = [Naive, Ring, HalvingDoubling, Tree]
@@ -52,35 +53,46 @@ AROUND_SMALL: list[Case] = [(SMALL_BYTES + change, torch.uint8) for change in (-
 cases = st.tuples(st.integers(0, 20) | st.integers(0, 5000), st.sampled_from(DTYPES))
 
 
+NOT_FLAT = (torch.ones(2, 3), torch.ones(3, 2)[:, 0], torch.ones(()), torch.ones(3, 2).t()[0])
+
+
 def refusals() -> list[str]:
-    """The words of all algorithms to a matrix, a column and a number; then they sum as ever."""
+    """The words of all algorithms to a matrix, a column and a number."""
     texts = []
-    with process_group(timeout_s=20):
-        p2p = P2P(dist.group.WORLD)
-        for algorithm in [build(p2p) for build in (*ALGORITHMS, SharedMemory)]:
-            for buffer in (torch.ones(2, 3), torch.ones(3, 2)[:, 0], torch.ones(()), torch.ones(3, 2).t()[0]):
-                for use in (algorithm.run, algorithm.start):
-                    with pytest.raises(
-                        ValueError, match="an all-reduce takes a tensor that is 1-d and contiguous"
-                    ) as error:
-                        use(buffer)
-                    texts.append(str(error.value))
-            # Sums that follow one that was started wait for it.
-            started, ones = torch.ones(300_000), [torch.ones(3) for _ in range(20)]
-            pending = algorithm.start(started)
-            for buffer in ones:
-                algorithm.run(buffer)
-            pending.wait()
-            for buffer in (started, *ones):
-                assert buffer.unique().tolist() == [dist.get_world_size()]
-            algorithm.close()
+    for use in (use for algorithm in every_algorithm() for use in (algorithm.run, algorithm.start)):
+        for buffer in NOT_FLAT:
+            with pytest.raises(ValueError, match="an all-reduce takes a tensor that is 1-d and contiguous") as error:
+                use(buffer)
+            texts.append(str(error.value))
     return texts
 
 
+def run_while_another_runs() -> None:
+    for algorithm in every_algorithm():
+        started, ones = torch.ones(300_000), [torch.ones(3) for _ in range(20)]
+        pending = algorithm.start(started)
+        for buffer in ones:
+            algorithm.run(buffer)
+        pending.wait()
+        for buffer in (started, *ones):
+            assert buffer.unique().tolist() == [dist.get_world_size()]
+
+
+def every_algorithm() -> Iterator[AllReduce]:
+    for build in (*ALGORITHMS, SharedMemory):
+        algorithm = build(P2P())
+        yield algorithm
+        algorithm.close()
+
+
 def test_what_is_not_flat_is_refused_by_all_ranks() -> None:
-    first, *others = run_ranks(refusals, 3)
+    first, *others = run_in_group(refusals, 3)
     assert all(texts == first for texts in others)
-    assert "not [3] with strides [2]: give it .contiguous().view(-1)" in first[2]
+    assert "not [3] with strides [2]: give it .contiguous().view(-1)" in first[1]
+
+
+def test_a_sum_waits_for_those_that_were_started() -> None:
+    run_in_group(run_while_another_runs, 3)
 
 
 def lists_of_cases(number: int) -> st.SearchStrategy[list[Case]]:
