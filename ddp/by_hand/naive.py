@@ -43,7 +43,7 @@ class NaiveDistributedDataParallel(torch.nn.Module):
         for parameter in self._hooked.values():
             # The hooks go with the wrapper.
             weakref.finalize(self, parameter.register_post_accumulate_grad_hook(lambda _: this._ready()).remove)
-        replicas.refuse_steps_in_backward(self, self._hooked)
+        replicas.refuse_steps(self, self._hooked, replicas.in_backward)
 
     def forward(self, *inputs: object, **kwargs: object) -> object:
         """``module``'s forward. It decides whether the backward pass from its output averages."""

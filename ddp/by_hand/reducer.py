@@ -85,7 +85,7 @@ class Reducer:
         # A proxy: autograd's hooks hold this reducer, and would keep alive the module and a wrapper that it holds.
         self._module: nn.Module = weakref.proxy(module)  # type: ignore[assignment]
         self._names, self.parameters = list(parameters), list(parameters.values())
-        self._ids = set(map(id, self.parameters))
+        self.ids = set(map(id, self.parameters))
         # These nodes put gradients into .grad. (A parameter that is converted gets another node.)
         self.nodes = [get_gradient_edge(p).node for p in self.parameters]
         self.group, self._all_reduce, self._limits = group, all_reduce, limits
@@ -132,7 +132,7 @@ class Reducer:
             self._start_pass(from_output=bool(outputs))
         # For _finish. No gradient though an output reaches a parameter: that was torch.autograd.grad, with nothing to average.
         # No output reaches one: zeros must be sent, since other ranks may have gradients.
-        self._pass.reaches_parameters = self._pass.reaches_parameters or depend_on(outputs, self._ids)
+        self._pass.reaches_parameters = self._pass.reaches_parameters or depend_on(outputs, self.ids)
 
     def _start_pass(self, from_output: bool) -> None:
         _reducers.add(self)
@@ -285,7 +285,7 @@ class Reducer:
 
     def _others_of_this_pass(self) -> list[Reducer]:
         """Reducers of other wrappers that have some of the same parameters and whose backward pass is running."""
-        return [one for one in _reducers if one is not self and one.goes_on() and not one._ids.isdisjoint(self._ids)]
+        return [one for one in _reducers if one is not self and one.goes_on() and not one.ids.isdisjoint(self.ids)]
 
     def _refuse_shared_views(self) -> None:
         others = self._others_of_this_pass()

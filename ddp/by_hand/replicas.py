@@ -69,22 +69,16 @@ def require_hooked(module: nn.Module, hooked: Container[int]) -> None:
             raise RuntimeError(f"{name} was replaced, unfrozen or copied after it was wrapped: wrap the module again")
 
 
-def refuse_steps_in_backward(
-    wrapper: nn.Module, hooked: Container[int], averaged: Callable[[], bool] = lambda: False
-) -> None:
-    """Raise if an optimizer steps in a backward pass: the gradients are not averaged yet, so the ranks' weights would drift apart.
+def refuse_steps(wrapper: nn.Module, hooked: Container[int], too_early: Callable[[], bool]) -> None:
+    """Raise if an optimizer steps before the gradients are averaged: the ranks' weights would drift apart.
 
     :param wrapper: the check lasts as long
     :param hooked: as in :func:`require_hooked`
-    :param averaged: whether the gradients are averages, and the pass that runs is another model's
+    :param too_early: whether a backward pass runs whose gradients are no averages yet
     """
 
     def refuse(optimizer: torch.optim.Optimizer, *_: object) -> None:
-        if (
-            in_backward()
-            and not averaged()
-            and any(id(one) in hooked for group in optimizer.param_groups for one in group["params"])
-        ):
+        if too_early() and any(id(one) in hooked for group in optimizer.param_groups for one in group["params"]):
             raise RuntimeError(
                 f"{type(optimizer).__name__}.step() was called in a backward pass, with gradients that are not averaged over the ranks "
                 "yet: call it after backward"

@@ -94,10 +94,6 @@ class HandwrittenDistributedDataParallel(nn.Module):
         self.reducer = Reducer(module, trained, self.process_group, all_reduce, *options)
         self._frozen = [p for p in replicas.replicated(module, buffers=False).values() if not p.requires_grad]
         self._register_hooks()
-        reducer = self.reducer
-        replicas.refuse_steps_in_backward(
-            self, set(map(id, trained.values())), lambda: reducer.phase is Phase.NO_FORWARD
-        )
 
     def _register_hooks(self) -> None:
         """Tell the reducer of every gradient that is ready, and prepare the hook of outputs."""
@@ -108,6 +104,9 @@ class HandwrittenDistributedDataParallel(nn.Module):
             hook = node.register_hook(functools.partial(reducer.ready, index))
             # This wrapper and its outputs hold ``_begin_backward``. When all are gone, the hooks go too.
             weakref.finalize(self._begin_backward, hook.remove)
+        replicas.refuse_steps(
+            self, reducer.ids, lambda: replicas.in_backward() and reducer.phase is not Phase.NO_FORWARD
+        )
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """``module``'s forward. It decides whether the backward pass from the output will synchronize."""

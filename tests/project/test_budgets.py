@@ -24,11 +24,11 @@ MOST_TOKENS = {
     "ddp/conformance": 21_000,
     "ddp/audit and ddp/museum": 24_740,
     "ddp/audit/libraries": 3_020,
-    "maintain and examples/recordings": 11_300,
+    "maintain and examples/recordings": 11_000,
     "examples/climb": 4_500,
     "tests": 232_000,
 }
-MOST_FILES_OF_BY_HAND, MOST_TOKENS_OF_BY_HAND = 8, 5_780
+MOST_FILES_OF_BY_HAND, MOST_TOKENS_OF_BY_HAND = 8, 5_555  # 5,500, and 1 % of slack
 MOST_FILES_OF_A_STEP = 7
 
 LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
