@@ -18,9 +18,11 @@ from ddp.bench.overhead import OverheadConfig, trainer_step
 from ddp.config import TrainConfig
 from ddp.train import build_job
 
+STEPS = 6  # of a turn
 
-def main(steps: str, *flags: str) -> None:
-    config = parse(TrainConfig, "ddp.train", None, flags)
+
+def main() -> None:
+    config = parse(TrainConfig, "ddp.train", None, ["--device", "cpu", "--epochs", "1000000", *sys.argv[1:]])
     with OverheadConfig(device="cpu", output=Path(f"{config.run_dir}-bench")).start() as (env, _):
         step = trainer_step(build_job(config, env, load_dataset(config)))
         while True:
@@ -29,7 +31,7 @@ def main(steps: str, *flags: str) -> None:
             if not told:
                 break
             start = time.perf_counter()
-            for _ in range(int(steps)):
+            for _ in range(STEPS):
                 step()
             dist.barrier()
             if env.is_main:
@@ -37,4 +39,4 @@ def main(steps: str, *flags: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()
