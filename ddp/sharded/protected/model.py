@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -31,6 +31,12 @@ from ddp.sharded.units import Unit
 from ddp.sharded.zero1 import ZeRO1
 from ddp.sharded.zero2 import ZeRO2
 from ddp.sharded.zero3 import ZeRO3, in_backward
+
+
+@functools.cache
+def _eagerly() -> Callable[..., Any]:
+    """A function that calls another one, which is not compiled. Made when needed, since this imports the compiler."""
+    return torch.compiler.disable(lambda function, *inputs, **kwargs: function(*inputs, **kwargs))  # type: ignore[no-any-return]
 
 
 class ProtectedZeRO1(ZeRO1):
@@ -78,8 +84,7 @@ class ProtectedZeRO1(ZeRO1):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """``module``'s forward. ``torch.compile`` of this model leaves it as it is: its hooks replace parameters."""
-        # Not as a decorator, which would import the compiler when this module is imported.
-        return torch.compiler.disable(self._forward)(*inputs, **kwargs)
+        return _eagerly()(self._forward, *inputs, **kwargs)
 
     def _forward(self, *inputs: Any, **kwargs: Any) -> Any:
         output = super().forward(*inputs, **kwargs)
