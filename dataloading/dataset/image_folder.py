@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from common.errors import UsageError
 from dataloading.dataset.image_files import ImageFiles
-from dataloading.dataset.storage import ListedOnce, LocalFolder
+from dataloading.dataset.storage import LocalFolder, UniquePaths
 
 LAYOUT = "DIR/CLASS/IMAGE, or DIR/train/CLASS/IMAGE and DIR/test/CLASS/IMAGE"
 
@@ -30,21 +30,22 @@ class ImageFolder(ImageFiles):
     formats = None
 
     def __init__(
-        self, root: str | Path, *, image_size: int = 64, seed: int = 0, listed: ListedOnce | None = None
+        self, root: str | Path, *, image_size: int = 64, seed: int = 0, listed: UniquePaths | None = None
     ) -> None:
-        super().__init__(_FolderOfClasses(os.fspath(root), listed or ListedOnce()), image_size=image_size, seed=seed)
+        super().__init__(_FolderOfClasses(os.fspath(root), listed or UniquePaths()), image_size=image_size, seed=seed)
 
 
 class _FolderOfClasses(LocalFolder):
     """Lists the images of every class."""
 
-    def __init__(self, root: str, listed: ListedOnce) -> None:
+    def __init__(self, root: str, listed: UniquePaths) -> None:
         super().__init__(root)
         self._listed = listed
 
     def names(self) -> list[str]:
         try:
-            folders = [entry for entry in os.scandir(self.root) if _is_seen(entry.name) and entry.is_dir()]
+            with os.scandir(self.root) as entries:
+                folders = [entry for entry in entries if _is_seen(entry.name) and entry.is_dir()]
         except OSError as error:
             _raise(error)
         classes = sorted(self._listed.add(entry).name for entry in folders)

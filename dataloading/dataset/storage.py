@@ -35,7 +35,7 @@ class Storage(Protocol):
         """
 
 
-class ListedOnce:
+class UniquePaths:
     """The files and folders of a data set, each by one path. By a second one, a link, images would count twice, perhaps for training
     and for testing."""
 
@@ -78,7 +78,7 @@ class LocalFolder:
         raise UsageError(f"{root} is a file, not a folder of JPEGs (an archive has to be unpacked first)")
 
     def names(self) -> list[str]:
-        names, listed = [], ListedOnce()
+        names, listed = [], UniquePaths()
         try:
             with os.scandir(self.root) as entries:
                 for entry in entries:

@@ -25,7 +25,7 @@ from dataloading.dataset.batches import ImageBatches
 from dataloading.dataset.image_files import ImageFiles
 from dataloading.dataset.image_folder import LAYOUT, ImageFolder
 from dataloading.dataset.lfw import LFWDataset
-from dataloading.dataset.storage import ListedOnce
+from dataloading.dataset.storage import UniquePaths
 from dataloading.synthetic import face_cache
 
 TEST_SHARE = 5  # one in five images of a class is for testing, at least one
@@ -94,7 +94,7 @@ def load_folder(
         )
     folders = [os.path.join(folder, part) for part in ("train", "test")]
     if all(map(os.path.isdir, folders)):
-        listed = ListedOnce()
+        listed = UniquePaths()
         train, test = (_mixed(ImageFolder(part, image_size=image_size, seed=seed, listed=listed)) for part in folders)
         if train.classes != test.classes:
             one = min(set(train.classes) ^ set(test.classes))

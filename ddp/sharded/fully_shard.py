@@ -16,7 +16,7 @@ from common.errors import UsageError
 from common.models.modules import to_device
 from ddp.by_hand.replicas import require_same_modules
 from ddp.sharded.protected.initial_values import materialize
-from ddp.sharded.protected.parameters import leave_behind
+from ddp.sharded.protected.parameters import mark_replaced
 from ddp.sharded.units import divide
 
 
@@ -62,7 +62,7 @@ class FullyShard(nn.Module):
             replaced = {name: part.get_parameter(attribute) for name, ((part, attribute), *_) in unit.owners.items()}
             fully_shard(unit.module, mesh=mesh, mp_policy=policy)
             for name, parameter in replaced.items():
-                leave_behind(parameter, name)
+                mark_replaced(parameter, name)
         self.module: Any = module
         assert dist.group.WORLD is not None
         self.process_group = dist.group.WORLD

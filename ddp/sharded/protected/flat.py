@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from ddp.sharded.flat import FlatParameters, Owner, parameter_in
-from ddp.sharded.protected.parameters import CameByAutograd, WatchedParameter, WholeParameter, leave_behind, writes
+from ddp.sharded.protected.parameters import DirectGradientHook, WatchedParameter, WholeParameter, mark_replaced, writes
 
 
 class ProtectedFlat(FlatParameters):
@@ -23,8 +23,8 @@ class ProtectedFlat(FlatParameters):
         super().__init__(owners, *arguments)
         for name, original, shard in zip(owners, originals, self.shard_parameters, strict=True):
             vars(shard).update(vars(original))  # the user's own attributes, such as no_decay
-            leave_behind(original, name)
-            CameByAutograd(shard)
+            mark_replaced(original, name)
+            DirectGradientHook(shard)
         # All parameters that users may hold, and the tensor in whose memory they must stay.
         self.reachable = [(self.whole_parameters, self.whole), (self.shard_parameters, self.shard)]
         self._shard_writes = writes(self.shard_parameters)  # counted at the last gather
@@ -136,7 +136,7 @@ class ProtectedFlat(FlatParameters):
         """
         # HACK: no public call runs the hooks of ``register_hook``. If torch renames them, this is an AttributeError.
         hooks = list((parameter._backward_hooks or {}).values())
-        if CameByAutograd.of(parameter).came and (hooks or _after_accumulation(parameter)):
+        if DirectGradientHook.of(parameter).fired and (hooks or _after_accumulation(parameter)):
             raise RuntimeError(
                 "a hook on a shard's gradient would run twice: on that of a penalty on parameters(), and on the average of the loss's. "
                 "Leave the hook out, and change .grad after backward"
@@ -168,11 +168,11 @@ class ProtectedFlat(FlatParameters):
         """The backward pass is over, or an exception ended it."""
         super().end_pass()
         for parameter in self.shard_parameters:
-            CameByAutograd.of(parameter).came = False
+            DirectGradientHook.of(parameter).fired = False
 
 
 def _after_accumulation(parameter: nn.Parameter) -> list[Any]:
     """The user's hooks of ``register_post_accumulate_grad_hook``."""
     # HACK: as in ProtectedFlat.accumulate().
     hooks = (parameter._post_accumulate_grad_hooks or {}).values()
-    return [hook for hook in hooks if not isinstance(hook, CameByAutograd)]
+    return [hook for hook in hooks if not isinstance(hook, DirectGradientHook)]

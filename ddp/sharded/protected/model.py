@@ -24,8 +24,8 @@ from ddp.sharded.protected.refusals import (
     AsSharded,
     blind_optimizer,
     early_optimizer,
-    not_by_element,
     parameters_of,
+    require_elementwise,
 )
 from ddp.sharded.units import Unit
 from ddp.sharded.zero1 import ZeRO1
@@ -230,7 +230,7 @@ class ProtectedZeRO1(ZeRO1):
             flat.keep_writes()
         early_optimizer(optimizer)
         if shards := set(self.parameters()).intersection(parameters_of(optimizer)):
-            not_by_element(optimizer)
+            require_elementwise(optimizer)
             if not self._finite:
                 blind_optimizer(shards)
 

@@ -40,25 +40,25 @@ class WholeParameter(WatchedParameter):
         return super().detach().as_subclass(WholeParameter)
 
 
-class CameByAutograd:
-    """A hook that remembers whether autograd has put a gradient into a shard: that of a penalty on ``parameters()``. Those of the loss
-    come by the whole parameters."""
+class DirectGradientHook:
+    """A hook that fires if autograd puts a gradient into a shard itself: that of a penalty on ``parameters()``. Gradients of the loss
+    go to the whole parameters."""
 
     def __init__(self, shard: nn.Parameter) -> None:
-        self.came = False
-        shard._came_by_autograd = self  # type: ignore[attr-defined]
+        self.fired = False
+        shard._direct_gradient_hook = self  # type: ignore[attr-defined]
         shard.register_post_accumulate_grad_hook(self)
 
     def __call__(self, _: Tensor) -> None:
-        self.came = True
+        self.fired = True
 
     @staticmethod
-    def of(shard: nn.Parameter) -> CameByAutograd:
+    def of(shard: nn.Parameter) -> DirectGradientHook:
         """That of a shard."""
-        return shard._came_by_autograd  # type: ignore[attr-defined,no-any-return]
+        return shard._direct_gradient_hook  # type: ignore[attr-defined,no-any-return]
 
 
-class LeftBehind(nn.Parameter):
+class ReplacedParameter(nn.Parameter):
     """A parameter from before ``shard()``. A module, function or optimizer that still has it learns so when it computes with it."""
 
     _sharded_as: str
@@ -67,17 +67,17 @@ class LeftBehind(nn.Parameter):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.__name__ in ("__get__", "__repr__"):  # its shape, dtype, gradient and so on
             return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
-        (name, *_) = (one._sharded_as for one in tree_leaves((args, kwargs)) if isinstance(one, LeftBehind))
+        (name, *_) = (one._sharded_as for one in tree_leaves((args, kwargs)) if isinstance(one, ReplacedParameter))
         raise RuntimeError(
             f"this is the parameter {name!r} from before shard(), which nothing trains any more: let modules, functions and lists "
             "read it from the module that has it, each time, and build optimizers from parameters() of what shard() returned"
         )
 
 
-def leave_behind(parameter: nn.Parameter, name: str) -> None:
+def mark_replaced(parameter: nn.Parameter, name: str) -> None:
     """Refuse all further use of a parameter that was sharded under this name."""
     parameter._sharded_as = name  # type: ignore[attr-defined]
-    parameter.__class__ = LeftBehind
+    parameter.__class__ = ReplacedParameter
 
 
 def writes(parameters: Sequence[nn.Parameter]) -> list[int]:

@@ -108,7 +108,7 @@ def early_optimizer(optimizer: torch.optim.Optimizer) -> None:
 
 
 # Optimizers that look at a whole parameter, or at all of them, by name: torch's own and those that people use beside them.
-NOT_BY_ELEMENT = {
+NOT_ELEMENTWISE = {
     **dict.fromkeys(("LBFGS", "Prodigy", "DAdaptAdam", "DAdaptSGD", "DAdaptLion"), "dot products of all parameters"),
     **dict.fromkeys(("Adafactor", "CAME"), "means of a parameter's rows and columns"),
     **dict.fromkeys(("Muon", "Shampoo", "DistributedShampoo", "SOAP"), "a parameter as a matrix"),
@@ -116,10 +116,10 @@ NOT_BY_ELEMENT = {
 }
 
 
-def not_by_element(optimizer: torch.optim.Optimizer) -> None:
+def require_elementwise(optimizer: torch.optim.Optimizer) -> None:
     """:raises RuntimeError: for an optimizer whose step needs more of a parameter than each element by itself"""
     for kind in type(optimizer).__mro__:
-        if needs := NOT_BY_ELEMENT.get(kind.__name__):
+        if needs := NOT_ELEMENTWISE.get(kind.__name__):
             raise RuntimeError(
                 f"{kind.__name__} needs {needs}, of which a rank has only its shard: take an optimizer that treats each element by "
                 "itself (SGD, Adam, AdamW, ...), or train replicas"
