@@ -23,13 +23,13 @@ import numpy as np
 import numpy.typing as npt
 from torch.utils.data import Dataset
 
+from common.benchmarking.figures import plot_rounds
+from common.benchmarking.timing import Spread, interleave, paired_ratio, share_of_limit
+from common.benchmarking.turns import CPU, Rounds, run_benchmark, write_report
 from common.cli import command, option
 from common.data.datasets import BatchKey, keep_batch
 from common.data.loaders import loader_errors
 from common.machine import usable_cores
-from common.reporting.benchmark_figures import plot_rounds
-from common.reporting.timing import Spread, interleave, paired_ratio, share_of_limit
-from common.reporting.turns import CPU, Rounds, run_benchmark, write_report
 from dataloading.bench.settings import Listed
 from dataloading.bench.sweep import LoaderRun
 from dataloading.dataset.augmentation import AUGMENTATIONS, course_transform

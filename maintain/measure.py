@@ -21,11 +21,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from common.benchmarking.other_work import OtherWork
+from common.benchmarking.turns import write_results
 from common.child_processes import adopt_orphans, descendants, end_all_but
 from common.cli import command, option, parse
 from common.errors import UsageError
-from common.reporting.other_work import OtherWork
-from common.reporting.turns import write_results
 
 # For each part its command, where OUT is its folder; its minutes; and where its files are published.
 PARTS: dict[str, Any] = json.loads(Path(__file__).with_suffix(".json").read_text())

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from common.reporting.timing import Spread, interleave, paired_ratios
+from common.benchmarking.timing import Spread, interleave, paired_ratios
 from maintain.same_bits import JOBS, arguments, checkouts, environment
 
 ROUNDS = 100

@@ -1,1 +1,1 @@
-"""Results: their tables, figures and JSON, and benchmarks that take turns."""
+"""Results: a run's summary and its figures, and where each number comes from."""

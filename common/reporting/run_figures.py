@@ -1,6 +1,6 @@
 """The figures of a run, and the style of all figures: drawn without a display and written as PNG.
 
-The figures of the benchmarks are in common/reporting/benchmark_figures.py.
+The figures of the benchmarks are in common/benchmarking/figures.py.
 """
 
 from __future__ import annotations

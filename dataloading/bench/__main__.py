@@ -22,14 +22,14 @@ from typing import Any
 
 import torch
 
+from common.benchmarking.figures import plot_sweep
+from common.benchmarking.other_work import OtherWork
+from common.benchmarking.timing import Spread
+from common.benchmarking.turns import Rounds, run_benchmark, write_report
 from common.cli import command, option
 from common.data import DECODERS
 from common.data.loaders import loader_errors
 from common.machine import usable_cores
-from common.reporting.benchmark_figures import plot_sweep
-from common.reporting.other_work import OtherWork
-from common.reporting.timing import Spread
-from common.reporting.turns import Rounds, run_benchmark, write_report
 from dataloading.bench.settings import LOADERS, Library, Setting, varying
 from dataloading.bench.stages import measure_stages
 from dataloading.bench.sweep import LoadingMeasurement, measure

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from common.reporting.timing import interleave
+from common.benchmarking.timing import interleave
 from dataloading.bench.settings import Library, Setting
 
 

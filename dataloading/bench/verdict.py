@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from common.reporting.timing import NOISE, paired_ratio
+from common.benchmarking.timing import NOISE, paired_ratio
 from dataloading.bench.settings import Setting, varying
 from dataloading.bench.sweep import LoadingMeasurement
 from dataloading.dataset.decoders import installed

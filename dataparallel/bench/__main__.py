@@ -16,13 +16,13 @@ from typing import Any
 
 import torch
 
+from common.benchmarking.figures import plot_stacked
+from common.benchmarking.timing import interleave
+from common.benchmarking.turns import WARMUP, Rounds, run_benchmark, write_report
 from common.cli import command, option
 from common.errors import UsageError
 from common.machine import usable_cores
 from common.models.build import LEAST_SAMPLES, MODELS
-from common.reporting.benchmark_figures import plot_stacked
-from common.reporting.timing import interleave
-from common.reporting.turns import WARMUP, Rounds, run_benchmark, write_report
 from dataparallel.bench.variants import MODES, PLAIN, STEP_BY_STEP, build_variants
 from dataparallel.bench.verdict import Point, explain
 from dataparallel.devices import parse_devices

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from common.reporting.timing import synchronize
+from common.benchmarking.timing import synchronize
 
 
 class Stopwatch:

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from common.benchmarking.turns import Step, calls_of_a_turn, timed_steps
 from common.models.build import build_model
-from common.reporting.turns import Step, calls_of_a_turn, timed_steps
 from dataparallel.bench.stopwatch import Stopwatch
 from dataparallel.broadcast import StepContext
 from dataparallel.parallel import HandwrittenDataParallel

@@ -9,8 +9,8 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from common.reporting.timing import Spread, paired_ratio
-from common.reporting.turns import table
+from common.benchmarking.timing import Spread, paired_ratio
+from common.benchmarking.turns import table
 from dataparallel.bench.variants import HANDWRITTEN, MODES, PLAIN, STEP_BY_STEP, TORCH
 
 

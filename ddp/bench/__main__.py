@@ -18,9 +18,9 @@ from __future__ import annotations
 import importlib
 import sys
 
+from common.benchmarking.turns import run_benchmark
 from common.cli import command
 from common.errors import UsageError
-from common.reporting.turns import run_benchmark
 
 ON_RANKS = ("overhead", "safety")  # which torchrun may start; the others start their own processes
 BENCHMARKS = (*ON_RANKS, "scaling", "allreduce", "engines", "sharding", "memory")

@@ -25,12 +25,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from common.cli import option
-from common.distributed.dist_env import DistEnv
-from common.errors import UsageError
-from common.reporting.run_figures import COLORS, label_ends, new_figure
-from common.reporting.timing import interleave
-from common.reporting.turns import (
+from common.benchmarking.timing import interleave
+from common.benchmarking.turns import (
     WARMUP,
     Rounds,
     calls_of_a_turn,
@@ -40,6 +36,10 @@ from common.reporting.turns import (
     timed_steps,
     write_report,
 )
+from common.cli import option
+from common.distributed.dist_env import DistEnv
+from common.errors import UsageError
+from common.reporting.run_figures import COLORS, label_ends, new_figure
 from ddp.all_reduce import ALL_REDUCES
 from ddp.all_reduce.choice import build_all_reduce
 from ddp.bench.alpha_beta import AlphaBeta, bus_bandwidth, shared_memory_limit

@@ -16,10 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from common.benchmarking.turns import Rounds, Step, take_turns, timed_steps
 from common.cli import option
 from common.distributed.dist_env import DistEnv
 from common.machine import keep_freed_memory
-from common.reporting.turns import Rounds, Step, take_turns, timed_steps
 from ddp.bench.placement import Placement, place_ranks
 from ddp.rendezvous.worker_group import WorkerGroup
 

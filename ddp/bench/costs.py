@@ -19,9 +19,9 @@ import statistics
 from collections.abc import Mapping
 from pathlib import Path
 
-from common.reporting.benchmark_figures import plot_stacked
-from common.reporting.timing import Spread
-from common.reporting.turns import Times, cells, table
+from common.benchmarking.figures import plot_stacked
+from common.benchmarking.timing import Spread
+from common.benchmarking.turns import Times, cells, table
 from ddp.bench.comparison import Comparison
 from ddp.bench.variants import BY_HAND, FLOOR, NO_SUM, SHARED, VIEWS, DDPVariant
 

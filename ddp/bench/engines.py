@@ -26,9 +26,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from common.benchmarking.figures import plot_rounds
+from common.benchmarking.turns import cells, progress_of, ratios, table, write_report
 from common.cli import option
-from common.reporting.benchmark_figures import plot_rounds
-from common.reporting.turns import cells, progress_of, ratios, table, write_report
 from ddp.bench.comparison import Comparison, TurnsConfig, compare
 from ddp.bench.costs import PARTIAL, report_costs
 from ddp.bench.placement import PlacedConfig

@@ -25,11 +25,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from common.benchmarking.figures import plot_stacked
+from common.benchmarking.turns import Rounds, table, write_report
 from common.cli import option
 from common.distributed.dist_env import DistEnv
 from common.machine import set_malloc
-from common.reporting.benchmark_figures import plot_stacked
-from common.reporting.turns import Rounds, table, write_report
 from ddp.bench.sharding import STAGES, VOCABULARY, TransformerConfig, share
 from ddp.rendezvous.worker_group import WorkerGroup, preload
 

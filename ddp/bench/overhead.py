@@ -23,6 +23,10 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
+from common.benchmarking.figures import plot_rounds
+from common.benchmarking.other_work import OtherWork
+from common.benchmarking.timing import Spread, paired_ratios
+from common.benchmarking.turns import Step, Times, cells, progress_of, take_turns, timed_steps, write_report
 from common.cli import option, parse
 from common.data.datasets import Batch
 from common.distributed import DEVICES
@@ -30,10 +34,6 @@ from common.distributed.dist_env import DistEnv
 from common.distributed.rank_logging import rank_logging
 from common.files.run_directory import prepare_output, results_in
 from common.models.build import MODELS
-from common.reporting.benchmark_figures import plot_rounds
-from common.reporting.other_work import OtherWork
-from common.reporting.timing import Spread, paired_ratios
-from common.reporting.turns import Step, Times, cells, progress_of, take_turns, timed_steps, write_report
 from common.training.optimization import build_optimizer
 from common.training.precision import PRECISIONS, autocast
 from common.training.recipes import load_dataset

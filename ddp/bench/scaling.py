@@ -21,6 +21,9 @@ from pathlib import Path
 
 from torch import nn
 
+from common.benchmarking.figures import plot_stacked
+from common.benchmarking.timing import NOISE, paired_ratio
+from common.benchmarking.turns import Times, cells, progress_of, table, take_turns, timed_steps, write_report
 from common.cli import option
 from common.data.datasets import ImageData
 from common.distributed import DEVICES
@@ -28,9 +31,6 @@ from common.distributed.dist_env import DistEnv
 from common.errors import UsageError
 from common.machine import usable_cores
 from common.models.build import MODELS
-from common.reporting.benchmark_figures import plot_stacked
-from common.reporting.timing import NOISE, paired_ratio
-from common.reporting.turns import Times, cells, progress_of, table, take_turns, timed_steps, write_report
 from common.training.precision import PRECISIONS
 from common.training.recipes import load_dataset
 from dataparallel.parallel import HandwrittenDataParallel

@@ -20,12 +20,12 @@ from typing import cast
 import torch
 from torch import nn
 
+from common.benchmarking.figures import plot_rounds
+from common.benchmarking.turns import Step, Times, cells, progress_of, ratios, table, write_report
 from common.cli import option
 from common.distributed.dist_env import DistEnv
 from common.models.build import require_heads
 from common.models.gpt import GPT
-from common.reporting.benchmark_figures import plot_rounds
-from common.reporting.turns import Step, Times, cells, progress_of, ratios, table, write_report
 from ddp.bench.comparison import TurnsConfig, compare, training_step
 from ddp.bench.variants import DDPVariant
 from ddp.sharded import shard

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from common.benchmarking.turns import Step
 from common.distributed.dist_env import DistEnv
 from common.models.build import MODELS, build_model
-from common.reporting.turns import Step
 from common.training.optimization import build_optimizer
 from ddp.all_reduce.choice import build_all_reduce
 from ddp.bench.comparison import training_step

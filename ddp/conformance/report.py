@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from common.reporting.turns import write_results
+from common.benchmarking.turns import write_results
 from ddp.conformance.check import Check
 from ddp.conformance.runner import PASS, STATUSES, Result
 

@@ -18,13 +18,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from common.benchmarking.figures import plot_rounds
+from common.benchmarking.timing import interleave, paired_ratio
+from common.benchmarking.turns import Rounds, cells, run_benchmark, table, write_report
 from common.cli import command, option
 from common.data import fashion_mnist
 from common.data.datasets import IN_MEMORY, load
 from common.machine import usable_cores
-from common.reporting.benchmark_figures import plot_rounds
-from common.reporting.timing import interleave, paired_ratio
-from common.reporting.turns import Rounds, cells, run_benchmark, table, write_report
 from ddp.ladder.rungs import BATCH_SIZE, FIRST, RANKS, RungTraining, Training, Turn, rungs
 from ddp.rendezvous.worker_group import WorkerGroup
 

@@ -14,11 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
+from common.benchmarking.turns import timed_steps
 from common.data.datasets import ImageData
 from common.distributed.dist_env import DistEnv
 from common.machine import keep_freed_memory
 from common.models.build import build_model
-from common.reporting.turns import timed_steps
 from common.training.precision import autocast
 from ddp.bench.variants import DDPVariant
 

@@ -10,9 +10,9 @@ import functools
 import importlib.util
 import statistics
 
+from common.benchmarking.turns import cells, ratios, run_benchmark, table
 from common.cli import command
 from common.errors import UsageError
-from common.reporting.turns import cells, ratios, run_benchmark, table
 from ddp.ladder import __main__ as ladder
 from ddp.ladder.__main__ import LadderConfig, Variants, measure, rates_of
 from ddp.ladder.rungs import RANKS, Rung, RungTraining, Turn, one_by_one

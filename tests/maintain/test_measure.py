@@ -37,7 +37,7 @@ def test_a_session_records_its_parts_and_publishes_none_of_a_busy_machine(
     monkeypatch.setattr(measure, "RECORDS", (records := tmp_path / "records"))
     records.mkdir()
     monkeypatch.setattr(measure, "adopt_orphans", lambda: None)
-    monkeypatch.setattr("common.reporting.other_work.OtherWork.doubt", lambda _: doubt)
+    monkeypatch.setattr("common.benchmarking.other_work.OtherWork.doubt", lambda _: doubt)
     for flags, which in (((), "engines"), (("--publish",), "engines, memory" if doubt else "engines")):
         monkeypatch.setattr("sys.argv", ["", "--only", "engines,memory", "--output", str(tmp_path), *flags])
         with pytest.raises(SystemExit, match=f" failed for {which}$"):

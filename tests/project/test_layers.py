@@ -22,6 +22,7 @@ LAYERS = (
     ("common.distributed", "common.data", "common.models"),
     ("common.training",),
     ("common.reporting",),
+    ("common.benchmarking",),
     (
         "dataloading",
         "dataloading.synthetic",

@@ -1,4 +1,4 @@
-"""common/reporting/run_figures.py and benchmark_figures.py: every figure is a PNG of a sensible size that is not blank."""
+"""common/reporting/run_figures.py and common/benchmarking/figures.py: every figure is a PNG of a sensible size that is not blank."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy.typing as npt
 import pytest
 from PIL import Image
 
-from common.reporting.benchmark_figures import plot_rounds, plot_stacked
+from common.benchmarking.figures import plot_rounds, plot_stacked
 from common.reporting.run_figures import plot_confusion, plot_curves, plot_samples
 
 Pixels = npt.NDArray[np.int64]

@@ -1,4 +1,4 @@
-"""``common.reporting.clock``: when a rank's work was done, by the host's clock and by a GPU's events."""
+"""``common.benchmarking.clock``: when a rank's work was done, by the host's clock and by a GPU's events."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 
-from common.reporting.clock import DeviceClock, HostClock, clock_of
+from common.benchmarking.clock import DeviceClock, HostClock, clock_of
 from tests.support.fake_gpu import TimedGPU
 
 

@@ -1,4 +1,4 @@
-"""common/reporting/turns.py: variants are built in either order and pair up by rounds."""
+"""common/benchmarking/turns.py: variants are built in either order and pair up by rounds."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from common.distributed.rank_logging import Progress
-from common.reporting.timing import interleave
-from common.reporting.turns import (
+from common.benchmarking.timing import interleave
+from common.benchmarking.turns import (
     Rounds,
     calls_of_a_turn,
     cells,
@@ -21,6 +20,7 @@ from common.reporting.turns import (
     table,
     take_turns,
 )
+from common.distributed.rank_logging import Progress
 
 
 def test_every_other_build_is_in_reverse_and_warm_up_rounds_do_not_count() -> None:
@@ -49,7 +49,7 @@ def test_a_long_benchmark_says_how_long_it_will_take(monkeypatch: pytest.MonkeyP
     facts: list[str] = []
     monkeypatch.setattr(Progress, "advance", lambda self, steps, text: facts.append(text))
     rounds = Rounds(7)
-    monkeypatch.setattr("common.reporting.turns.time.monotonic", lambda: 103.0)
+    monkeypatch.setattr("common.benchmarking.turns.time.monotonic", lambda: 103.0)
     rounds._began = 100.0
     rounds.advance(1, "letters")
     assert facts == ["letters, about 18 s left"]

@@ -1,4 +1,4 @@
-"""common/reporting/timing.py: the order in which variants run, and the statistics of their times."""
+"""common/benchmarking/timing.py: the order in which variants run, and the statistics of their times."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.reporting.timing import Spread, interleave, paired_ratio, share_of_limit
+from common.benchmarking.timing import Spread, interleave, paired_ratio, share_of_limit
 
 times = st.floats(1e-6, 1e6)
 

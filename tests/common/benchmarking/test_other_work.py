@@ -1,4 +1,4 @@
-"""common/reporting/other_work.py: whether other programs used the cores."""
+"""common/benchmarking/other_work.py: whether other programs used the cores."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from common.reporting.other_work import _counters, doubt
+from common.benchmarking.other_work import _counters, doubt
 
 
 @pytest.mark.parametrize(

@@ -22,15 +22,15 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 import torch.distributed as dist
 
+from common.benchmarking.clock import clock_of
+from common.benchmarking.other_work import OtherWork
+from common.benchmarking.timing import Spread, interleave, paired_ratios
 from common.cli import parse
 from common.distributed.dist_env import DistEnv, require_alone
 from common.distributed.rank_logging import Progress, rank_logging
 from common.files.atomic_files import write_json
 from common.files.run_directory import files_line, prepare_output, results_in
-from common.reporting.clock import clock_of
-from common.reporting.other_work import OtherWork
 from common.reporting.provenance import describe_machine
-from common.reporting.timing import Spread, interleave, paired_ratios
 
 logger = logging.getLogger(__name__)
 
