@@ -59,6 +59,13 @@ def load_files(config: TrainConfig) -> ImageData:
     return load_lfw(config.data_dir, min_images_per_person=people, decoder=config.decoder, **taken)
 
 
+def open_loaders(
+    data: ImageData, sampler: MicroBatchSampler, env: DistEnv, config: TrainConfig
+) -> tuple[Loader, Loader]:
+    """The loaders of this rank's micro-batches and of its shard of the test set; see :func:`open_loader`."""
+    return open_loader(data.train, sampler, env, config), open_test_loader(data, env, config)
+
+
 def open_loader(
     images: Images, batch_sampler: MicroBatchSampler | ShardSampler, env: DistEnv, config: TrainConfig
 ) -> Loader:

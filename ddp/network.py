@@ -28,36 +28,28 @@ def build_network(
     """The network on this rank's device. All ranks build the same.
 
     :param checkpoint: to continue from. Rank 0 reads its weights, and DDP broadcasts them. (Each rank reads its shards later.)
+    :raises UsageError: on every rank, if the ranks' models or settings differ
     """
     torch.manual_seed(derive_seed(config.seed, "weights"))
     network = build_model(config.model, data.shape, len(data.classes), config.dropout, config.model_size)
-    if config.sync_batchnorm:
-        network = convert_sync_batchnorm(network, env.device)
     network = to_device(network, env.device, config.memory_format)
     with env.fail_together():
         if checkpoint is not None and env.is_main and not config.is_sharded:
             load_weights(network, checkpoint.path)
+    if config.sync_batchnorm:
+        network = convert_sync_batchnorm(network, env.device)
+    if not config.is_sharded:  # shard_network() compares more
+        require_same_modules(network, config.averaging._asdict())
     return network
-
-
-def require_same_network(network: nn.Module, averaging: Averaging) -> None:
-    """:raises UsageError: on every rank, if the ranks' models or settings differ"""
-    require_same_modules(network, averaging._asdict())
 
 
 def wrap_by_hand_or_sharded(network: nn.Module, env: DistEnv, averaging: Averaging, precision: str) -> Any:
     """The network in a DDP by hand, or with this rank's shards in the place of its parameters: a module with ``no_sync()``.
 
-    :raises UsageError: on every rank, if the ranks' models or settings differ, or the strategy cannot train this network
+    :raises UsageError: on every rank, if the strategy cannot train this network, or the all-reduce cannot run here
     """
     if averaging.strategy in SHARDED:
         return sharded.shard_network(network, env, averaging.strategy, averaging.all_reduce, precision)
-    require_same_network(network, averaging)
-    return _wrap_by_hand(network, env, averaging)
-
-
-def _wrap_by_hand(network: nn.Module, env: DistEnv, averaging: Averaging) -> nn.Module:
-    """:raises UsageError: on every rank, for an all-reduce that cannot run here"""
     if averaging.strategy == "naive":
         return by_hand.NaiveDistributedDataParallel(network)
     all_reduce = averaging.all_reduce or "backend"

@@ -9,7 +9,7 @@ while backward still runs, so every rank takes the same step. Averaging is an al
 is a *collective*: all ranks must call it, and none gets the sum before the last one has called it. So all must call the same
 collectives in the same order, or they hang.
 
-ddp/resilience/ keeps a long job alive, in two objects around this. The *guard* is called three times: ``batches`` in
+ddp/resilience/ keeps a long job alive, by two objects that this loop calls. The *guard* is called three times: ``batches`` in
 ``train_epoch``, ``report`` and ``may_step`` in ``train_step``. The *supervisor* writes logs and checkpoints, and ends the run
 at a stop signal. The chapters to read beside this: ddp/README.md.
 """
@@ -33,9 +33,9 @@ from common.training.evaluation import Evaluation, evaluate
 from common.training.optimization import build_optimizer
 from ddp.batchnorm import make_buffers_equal
 from ddp.config import TrainConfig
-from ddp.data import load_data, open_loader, open_test_loader
+from ddp.data import load_data, open_loaders
 from ddp.job import Job
-from ddp.network import build_network, clip_grad_norm_of_shards, require_same_network, wrap_by_hand_or_sharded
+from ddp.network import build_network, clip_grad_norm_of_shards, wrap_by_hand_or_sharded
 from ddp.rendezvous import DistEnv, find_dist_env, rank_process, rendezvous_store
 from ddp.resilience import RunCheckpoint, Supervisor, build_guard, complete_settings, open_run, supervise
 from ddp.sampler import MicroBatchSampler
@@ -66,19 +66,19 @@ def main() -> None:
 
 def train(config: TrainConfig, env: DistEnv) -> None:
     """The whole run on one rank, from an empty directory or the newest checkpoint to the figures."""
-    config = complete_settings(config, env)  # the same on all ranks; --fast chooses what was left open
+    config = complete_settings(config, env)  # all ranks get the same; --fast chooses what was not given
     data = load_data(config, env)
-    with open_run(config, env, data) as checkpoint:
+    with open_run(config, env, data) as checkpoint:  # to continue from; None in a new run
         job = build_job(config, env, data, checkpoint)
-        with supervise(job, checkpoint) as supervisor:  # first restores the optimizer and job.step from the checkpoint
+        with supervise(job, checkpoint) as supervisor:  # restores the optimizer and job.step (build_job: the weights)
             result = None
             while job.epoch < config.epochs:
                 train_epoch(job, supervisor.after_step)
                 result = test(job, supervisor)
-                supervisor.end_epoch(result)  # job.epoch += 1; it logs and records
+                supervisor.end_epoch(result)  # adds 1 to job.epoch, and logs the result
                 supervisor.checkpointer.save(job)  # rank 0 writes for all; with shards, each rank writes its own
             supervisor.checkpointer.finish()
-            result = result or test(job, supervisor)  # None: the checkpoint was that of the last epoch's end
+            result = result or test(job, supervisor)  # None if no epoch was left to train
         supervisor.report(result)  # rank 0 draws and prints, the others wait
 
 
@@ -93,7 +93,7 @@ def build_job(config: TrainConfig, env: DistEnv, data: ImageData, checkpoint: Ru
     sampler = MicroBatchSampler(
         data.train, config.batch_size, config.grad_accumulation_steps, env.world_size, env.rank, config.seed
     )
-    loader, test_loader = open_loader(data.train, sampler, env, config), open_test_loader(data, env, config)
+    loader, test_loader = open_loaders(data, sampler, env, config)
     # ``model`` wraps ``network``, whose parameters are in both: what the optimizer changes is what forward uses.
     job = Job(
         config=config,
@@ -112,7 +112,7 @@ def build_job(config: TrainConfig, env: DistEnv, data: ImageData, checkpoint: Ru
         loader=loader,
         test_loader=test_loader,
     )
-    job.guard = build_guard(job)  # runs one backward pass and drops it: then DDP's buckets are final
+    job.guard = build_guard(job)  # runs one backward pass and drops it: DDP rearranges its buckets after the first
     return job
 
 
@@ -120,11 +120,9 @@ def wrap_network(network: nn.Module, env: DistEnv, averaging: Averaging, precisi
     """The network in DDP, which from here on averages its gradients over the ranks in every backward pass outside ``no_sync``.
 
     :returns: a module with ``no_sync()``; with a sharded strategy, each rank has a part of the network instead of a replica
-    :raises UsageError: on every rank, if the ranks' models or settings differ
     """
     if averaging.strategy != "torch":
         return wrap_by_hand_or_sharded(network, env, averaging, precision)
-    require_same_network(network, averaging)
     model = DistributedDataParallel(  # broadcasts rank 0's weights to all ranks
         network,
         device_ids=[env.device] if env.device.type == "cuda" else None,
@@ -145,7 +143,7 @@ def train_epoch(job: Job, after_step: Callable[[], None] = lambda: None) -> None
     job.sampler.set_epoch(job.epoch, first_step=job.step_in_epoch)
     job.model.train()
     batches = job.guard.batches(job.loader)
-    while job.step_in_epoch < job.sampler.steps_per_epoch:
+    while job.step_in_epoch < job.sampler.steps_per_epoch:  # train_step adds 1 to job.step
         train_step(job, batches)
         last_step = job.step_in_epoch == job.sampler.steps_per_epoch
         if job.step % job.config.log_every == 0 or last_step:
@@ -153,7 +151,7 @@ def train_epoch(job: Job, after_step: Callable[[], None] = lambda: None) -> None
         if last_step:
             make_buffers_equal(job.network)  # BatchNorm's statistics: each rank saw different samples
         after_step()
-    # No batch is left. Ask once more, so that the loader ends its epoch and keeps its workers.
+    # All batches are used. One more next() ends the loader's iterator, so that it keeps its workers for the next epoch.
     next(batches, None)
 
 
@@ -177,11 +175,12 @@ def train_step(job: Job, batches: Iterator[Batch]) -> None:
             losses.append(loss.detach())
             job.window.add(loss, logits, labels)  # for the log
             if last_micro_step:
-                # One small all-reduce tells all ranks what each knows: a stop signal, a loss that is inf. It runs during backward.
-                reports = job.guard.report(losses)  # this rank's; becomes the sum over the ranks
+                # Each rank sets flags, such as "a stop signal came" or "my loss is inf". In the sum over the ranks, a flag is not 0 if
+                # any rank has set it.
+                reports = job.guard.report(losses)  # this rank's flags; after summing.wait() below, the sum
                 summing = dist.all_reduce(reports, async_op=True)
-            # The mean over the global batch: micro-batches of images are equally large, so the micro-batch's mean is divided by the
-            # micro-steps here, and the gradient by the ranks in DDP. Lines of text differ in length: see weigh_text.
+            # We want the mean over the global batch. Images: all micro-batches are equally large, so divide by their number per rank
+            # here; DDP divides by the number of ranks. Text: lines differ in length, so weigh_text divides by this micro-batch's share.
             loss = job.weigh_text(loss, labels) if job.data.is_text else loss / config.grad_accumulation_steps
             scaler.scale(loss).backward()
     summing.wait()  # gloo: usually done by now. NCCL: the GPU waits, Python does not
@@ -193,8 +192,8 @@ def train_step(job: Job, batches: Iterator[Batch]) -> None:
     for group in job.optimizer.param_groups:
         group["lr"] = job.learning_rate(job.step)
     # One rank's inf or nan in a gradient is in every rank's average; in a loss, it is in the reports. So all ranks skip this
-    # step, or none does. In fp16 scaler.step skips an overflow by itself (may_step is True then), and update
-    # lowers the scale.
+    # step, or none does. (fp16 is the exception: there a gradient that overflows is normal. may_step is True, and GradScaler skips
+    # the step: scaler.step does nothing, and scaler.update lowers the scale.)
     if job.guard.may_step(norm, reports):
         scaler.step(job.optimizer)
     scaler.update()
@@ -204,7 +203,7 @@ def train_step(job: Job, batches: Iterator[Batch]) -> None:
 
 def test(job: Job, supervisor: Supervisor) -> Evaluation:
     """Evaluate the test set: divided over the ranks without padding, so that each sample counts once."""
-    own_part = supervisor.until_stopped(job.test_loader)  # a rank that got a stop signal skips the rest of it
+    own_part = supervisor.until_stopped(job.test_loader)  # a rank that got a stop signal leaves out the rest
     result = evaluate(job.network, job.data, job.env, job.config.precision, own_part)
     supervisor.leave_if_stopped()  # if any rank was stopped, all leave here
     return result

@@ -56,7 +56,7 @@ class Bucket:
         self.missing = 0  # gradients that will become ready in the running backward pass
         self.to_copy: set[int] = set()  # indices of gradients that are not in the buffer yet
         # Whether all are copied in one call, when the last is ready. On a GPU, each call would be a kernel to launch.
-        self.together = buffer.device.type != "cpu" or buffer.numel() < SMALL * len(parameters)
+        self.copies_together = buffer.device.type != "cpu" or buffer.numel() < SMALL * len(parameters)
         parts = buffer.split([parameter.numel() for parameter in parameters.values()])
         self.views = {i: shaped(part, p) for (i, p), part in zip(parameters.items(), parts, strict=True)}
         self._places = {index: view.data_ptr() for index, view in self.views.items()}
@@ -76,10 +76,10 @@ class Bucket:
             view.zero_()
         elif gradient.is_sparse:
             raise RuntimeError(f"a gradient of {list(view.shape)} is sparse: build its embedding with sparse=False")
-        elif not self.holds(index):
+        elif not self.contains_grad(index):
             torch.mul(gradient.detach(), 1 / div_factor, out=view)  # detached: backward may run with create_graph
             if self._as_view:
-                self.install([index])
+                self.set_grad_views([index])
         elif div_factor != 1:
             view.div_(div_factor)
 
@@ -88,33 +88,35 @@ class Bucket:
         """Copy all gradients that are not in the buffer yet; all in one call if they are new."""
         gradients = [parameter.grad for parameter in self.parameters.values()]
         placed = zip(gradients, self._places.values(), strict=True)
-        if self.together and all(g is not None and not g.is_sparse and g.data_ptr() != place for g, place in placed):
+        if self.copies_together and all(
+            g is not None and not g.is_sparse and g.data_ptr() != place for g, place in placed
+        ):
             torch._foreach_copy_(list(self.views.values()), cast("list[Tensor]", gradients))
             self.buffer.mul_(1 / div_factor)
             if self._as_view:
-                self.install(self.parameters)
+                self.set_grad_views(self.parameters)
             return
         for index in list(self.to_copy):
             self.copy_in(index, div_factor)
 
     @torch.no_grad()
-    def finalize(self, receivers: Container[int]) -> None:
-        """Make the averages in the buffer the gradients of the parameters whose indices are in ``receivers``."""
+    def set_grads(self, used: Container[int]) -> None:
+        """Make the averages in the buffer the gradients of the parameters whose indices are in ``used``."""
         for index, parameter in self.parameters.items():
-            if index in receivers and parameter.grad is not self._gradients[index]:
+            if index in used and parameter.grad is not self._gradients[index]:
                 if self._as_view:
-                    self.install([index])
+                    self.set_grad_views([index])
                 elif parameter.grad is None:
                     parameter.grad = self.views[index].clone()
                 else:
                     parameter.grad.copy_(self.views[index])
 
-    def holds(self, index: int) -> bool:
+    def contains_grad(self, index: int) -> bool:
         """Whether a gradient lies in this bucket. Its memory tells: ``.grad.data = ...`` moves a tensor to another place."""
         gradient = self.parameters[index].grad
         return gradient is not None and gradient.data_ptr() == self._places[index]
 
-    def install(self, indices: Iterable[int]) -> None:
+    def set_grad_views(self, indices: Iterable[int]) -> None:
         """Let ``.grad`` be the views into this bucket."""
         for index in indices:
             if self._gradients[index].data_ptr() != self._places[index]:  # ``.grad.data = ...`` moved it
@@ -123,7 +125,7 @@ class Bucket:
 
     def drop(self) -> None:
         """Forget the gradients that lie in this bucket."""
-        for index in filter(self.holds, self.parameters):
+        for index in filter(self.contains_grad, self.parameters):
             self.parameters[index].grad = None
 
 

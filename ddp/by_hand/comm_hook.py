@@ -56,7 +56,7 @@ def register(reducer: Reducer, state: Any, hook: Hook) -> None:
         raise TypeError(
             f"a communication hook must be callable: a function of (state, bucket), not {type(hook).__name__}"
         )
-    if reducer.hook is not None:
+    if reducer.comm_hook is not None:
         raise RuntimeError(
             "there is a communication hook already: register_comm_hook can only be called once, before the first backward"
         )
@@ -66,7 +66,7 @@ def register(reducer: Reducer, state: Any, hook: Hook) -> None:
             "PowerSGD over gloo hangs with several buckets, and with find_unused_parameters: pass a bucket_cap_mb that holds all "
             "gradients, or use NCCL"
         )
-    reducer.hook = functools.partial(HookedAverage, hook, state)
+    reducer.comm_hook = functools.partial(HookedAverage, hook, state)
 
 
 class HookedAverage:

@@ -49,7 +49,7 @@ def ready_twice(name: str) -> RuntimeError:
     )
 
 
-def changed(module: nn.Module, names: Sequence[str], nodes: Iterable[Node]) -> RuntimeError | None:
+def if_replaced(module: nn.Module, names: Sequence[str], nodes: Iterable[Node]) -> RuntimeError | None:
     """An error if parameters were converted or replaced after wrapping: their gradients come from other nodes, without our hooks.
 
     :param nodes: which had accumulated the gradients of the parameters of these names when they were wrapped

@@ -125,5 +125,5 @@ def _contribute_zeros(reducer: Reducer) -> None:
         pending.wait()
     for kind, memory in reducer.memory.items():
         memory.copy_(gradients[kind])
-    reducer.agree_on_receivers([False] * len(reducer.parameters))
+    reducer.agree_on_used([False] * len(reducer.parameters))
     reducer.rebuild_buckets()

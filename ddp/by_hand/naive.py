@@ -23,9 +23,9 @@ class NaiveDistributedDataParallel(torch.nn.Module):
     """Averages the gradients of ``module`` over the ranks of the default process group after every backward pass.
 
     A parameter that a rank did not use counts there as a gradient of zeros. But if a rank uses none at all, nothing starts its
-    averaging, and the others wait. The averages of sparse gradients are dense. Buffers are broadcast once, here.
+    averaging, and the others wait. The averages of sparse gradients are dense. Buffers are broadcast once, by the constructor.
 
-    :param module: the same on every rank, but for the values: those of rank 0 are sent to all
+    :param module: on every rank with the same parameters and buffers; values may differ, since rank 0's are sent to all
     :raises RuntimeError: on every rank, if the modules differ
     :raises NotImplementedError: for a parameter or buffer that cannot be sent
     """
@@ -34,21 +34,23 @@ class NaiveDistributedDataParallel(torch.nn.Module):
         super().__init__()
         self.module = module
         self.require_backward_grad_sync = True  # no_sync turns this off
-        self._synchronize = True  # whether backward averages, as decided in the latest forward pass
-        self._latest_pass: int | None = None  # id of the backward pass of the latest gradient
+        # Its value in the latest forward pass: backward often runs after the no_sync block.
+        self._synchronize = True
+        self._latest_pass: int | None = None  # id of the backward pass in which the latest gradient came
         # All ranks must begin with the same weights: averaged gradients keep them equal, but do not make them so.
         replicas.make_equal(module)
         self._hooked = {id(parameter): parameter for parameter in replicas.trained_parameters(module).values()}
         this = weakref.proxy(self)  # so that the hooks, which the parameters hold, do not keep this wrapper alive
         for parameter in self._hooked.values():
-            # The hooks go with the wrapper.
+            # When this wrapper is freed, its hooks are removed.
             weakref.finalize(self, parameter.register_post_accumulate_grad_hook(lambda _: this._ready()).remove)
-        replicas.refuse_steps(self, self._hooked, replicas.in_backward)
+        # If an optimizer steps while backward still runs, its gradients are not averaged yet: an error.
+        replicas.refuse_early_steps(self, self._hooked, replicas.in_backward)
 
     def forward(self, *inputs: object, **kwargs: object) -> object:
         """``module``'s forward. It decides whether the backward pass from its output averages."""
         replicas.require_hooked(self.module, self._hooked)  # a parameter replaced since would not be averaged
-        # Not where activation checkpointing repeats a forward pass.
+        # (Activation checkpointing repeats forward passes in backward. They decide nothing.)
         if torch.is_grad_enabled() and not replicas.in_backward():
             self._synchronize = self.require_backward_grad_sync
         return self.module(*inputs, **kwargs)
@@ -63,21 +65,22 @@ class NaiveDistributedDataParallel(torch.nn.Module):
             self.require_backward_grad_sync = before
 
     def _ready(self) -> None:
-        """A gradient is in ``.grad``. The first one of a backward pass asks autograd for a call when the pass is over."""
+        """Called for each gradient. In each backward pass, the first asks autograd to call ``_average_gradients`` when the pass is over."""
         if self._latest_pass != replicas.current_pass():
             if replicas.current_node() is None:  # compiled autograd only traces: the callback would never run
                 raise NotImplementedError("compiled autograd traces backward: compile the module, not its backward")
             if self._synchronize:
-                # HACK: nothing public tells when a pass ends, and torch's DDP uses this too. Renamed, it is an AttributeError.
+                # HACK: nothing public tells when a pass ends, and torch's DDP uses this too. If torch renames it: AttributeError.
                 torch.autograd.Variable._execution_engine.queue_callback(self._average_gradients)
             self._latest_pass = replicas.current_pass()
 
     def _average_gradients(self) -> None:
-        if replicas.within_another_pass():
+        if replicas.within_another_pass():  # that of use_reentrant=True ends; the outer one has gradients to come
             raise NotImplementedError("a backward pass within another one: checkpoint with use_reentrant=False")
         # In the same order on every rank: collectives are matched by their order.
         for parameter in replicas.trained_parameters(self.module).values():
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.detach().to_dense()
-            # A dense copy in the parameter's memory order: raw memory is sent. Divided first: fp16 sums might overflow.
+            # all_reduce adds up raw memory: take the parameter's layout, which is the same on all ranks. Divide before the sum, which
+            # might overflow in fp16.
             parameter.grad = torch.empty_like(parameter).copy_(gradient).div_(dist.get_world_size())
             dist.all_reduce(parameter.grad)

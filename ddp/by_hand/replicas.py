@@ -69,7 +69,7 @@ def require_hooked(module: nn.Module, hooked: Container[int]) -> None:
             raise RuntimeError(f"{name} was replaced, unfrozen or copied after it was wrapped: wrap the module again")
 
 
-def refuse_steps(wrapper: nn.Module, hooked: Container[int], too_early: Callable[[], bool]) -> None:
+def refuse_early_steps(wrapper: nn.Module, hooked: Container[int], too_early: Callable[[], bool]) -> None:
     """Raise if an optimizer steps before the gradients are averaged: the ranks' weights would drift apart.
 
     :param wrapper: the check lasts as long

@@ -98,14 +98,14 @@ class HandwrittenDistributedDataParallel(nn.Module):
     def _register_hooks(self) -> None:
         """Tell the reducer of every gradient that is ready, and prepare the hook of outputs."""
         reducer = self.reducer  # the hooks hold it, and not this wrapper
-        self._begin_backward = lambda _: reducer.begin(replicas.current_node())
+        self._begin_backward = lambda _: reducer.begin_at(replicas.current_node())
         # The node that puts a gradient into .grad calls its hook last, also after those that users register later.
         for index, node in enumerate(reducer.nodes):
             hook = node.register_hook(functools.partial(reducer.ready, index))
             # This wrapper and its outputs hold ``_begin_backward``. When all are gone, the hooks go too.
             weakref.finalize(self._begin_backward, hook.remove)
-        replicas.refuse_steps(
-            self, reducer.ids, lambda: replicas.in_backward() and reducer.phase is not Phase.NO_FORWARD
+        replicas.refuse_early_steps(
+            self, reducer.ids, lambda: replicas.in_backward() and reducer.phase is not Phase.NONE_EXPECTED
         )
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:

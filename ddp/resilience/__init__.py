@@ -1,4 +1,4 @@
-"""Around the training loop of ddp/train.py: what keeps a job alive, and lets it go on.
+"""Keeps a job of ddp.train alive, and lets it go on: bad steps, stop requests, checkpoints, restarts.
 
 resume.py         whose directory the run is, where it continues, and with which settings
 guard.py          three calls around a step: a bad step does no harm (device_guard.py: without waiting for a GPU)

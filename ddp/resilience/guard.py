@@ -9,7 +9,8 @@ The trainer calls a guard in three places: ``batches`` once per epoch, ``report`
 - skips a step whose loss or gradients are not finite. One such step would make every weight nan, on every rank, for good;
 - tells the watchdog where this rank is.
 
-It reads the sum and the norm in every step, which costs nothing on a CPU. For a GPU there is ddp/resilience/device_guard.py.
+It reads the sum and the norm in every step. On a GPU, Python (the host) would wait each time until the GPU (the device) has computed
+them. So GPUs have ddp/resilience/device_guard.py instead.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ T = TypeVar("T")
 
 
 class Flags(NamedTuple):
-    """The report of one rank, or of all ranks together.
+    """The flags of one rank; or of all ranks, where a flag is set if any rank has set it.
 
     :param stop: leave after this step
     :param save: write a checkpoint after this step
@@ -69,23 +70,25 @@ class ResilientGuard(StepGuard):
     """
 
     def __init__(self, job: Job) -> None:
-        # The job owns its guard. A cycle would keep its loader's workers until the garbage collector runs.
+        # Weak, since the job owns its guard: in a cycle, the workers of the job's loader would live until the garbage collector runs.
         self._job: Job = weakref.proxy(job)
         self._env, self._named_module, self._is_sharded = job.env, job.named_module, job.config.is_sharded
         self.flags = NO_FLAGS
         self.stop = StopRequest()  # stays unset until supervise() listens for signals
         self.checkpointer: Checkpointer | None = None
         self._losses: list[Tensor] = []  # of this step's micro-steps
-        self._one = torch.ones((), device=job.env.device)
+        self._one = torch.ones((), device=job.env.device)  # scaled, it is the loss scale; get_scale() would wait
         if job.env.device.type == "cpu":
-            keep_freed_memory()
+            keep_freed_memory()  # for the next step, which is faster
         self._buffers = SavedBuffers(job.network)
-        # torch's DDP and fully_shard read requires_grad once, when they wrap, so a later change must be refused.
+        # torch's DDP and fully_shard read requires_grad once, when they wrap, so a later change must be refused. (But DDP on one rank
+        # has nothing to average.)
         fixed_at_wrap = job.config.strategy == "fsdp2" or (job.config.strategy == "torch" and job.env.world_size > 1)
-        self._trained = self._requires_grad() if fixed_at_wrap else {}
-        self.save()
-        warm_up(job)  # a pass that is thrown away; restore() puts BatchNorm back
-        self.restore()
+        self._required_at_wrap = self._requires_grad() if fixed_at_wrap else {}
+        # One backward pass before the first step, whose effects are thrown away: see warm_up.py.
+        self.remember()
+        warm_up(job)
+        self.undo()
 
     def batches(self, loader: Iterable[Batch]) -> Iterator[Batch]:
         """This rank's micro-batches of an epoch. The time until each comes counts as waiting for data.
@@ -98,12 +101,14 @@ class ResilientGuard(StepGuard):
         source = self._attempt(lambda: iter(loader))
         for micro_step in itertools.cycle(range(job.config.grad_accumulation_steps)):
             if micro_step == 0:
-                self.save()
-            job.watchdog.position = Position(job.step + 1, 2 * micro_step, "data")  # then training, data, training, ...
+                self.remember()
+            # The watchdog compares these numbers over the ranks to tell who is behind: micro-step k waits for its data at 2k, and
+            # trains at 2k + 1.
+            job.watchdog.position = Position(job.step + 1, 2 * micro_step, "data")
             batch = None if source is None else self._attempt(lambda: job.window.next_of(source))
-            if job.user_error is not None:
+            if job.user_error is not None:  # now or earlier in this step: go on with black images
                 batch = job.empty_batch()
-            if batch is None:  # the epoch is over
+            elif batch is None:  # the epoch is over
                 return
             job.watchdog.position = Position(job.step + 1, 2 * micro_step + 1, "training")
             yield batch
@@ -117,12 +122,12 @@ class ResilientGuard(StepGuard):
             self._job.user_error = as_user_error(error)
             return None
 
-    def save(self) -> None:
+    def remember(self) -> None:
         """Remember the state to which a skipped step returns."""
         self._buffers.save()
         self._job.window.mark()
 
-    def restore(self) -> None:
+    def undo(self) -> None:
         """Undo what a skipped step's forward passes have changed."""
         self._buffers.restore()
         self._job.window.rewind()
@@ -132,30 +137,34 @@ class ResilientGuard(StepGuard):
 
         :raises UsageError: on every rank, if a parameter was frozen or unfrozen since the network was wrapped
         """
-        self._require_same_trained()
+        self._require_same_requires_grad()
         self._losses = losses
-        saves_now = self.checkpointer is not None and time.monotonic() >= self.checkpointer.due_at
-        known = Flags(stop=self.stop.number is not None, save=saves_now, user_error=self._job.user_error is not None)
+        checkpoint_is_due = self.checkpointer is not None and time.monotonic() >= self.checkpointer.due_at
+        known = Flags(
+            stop=self.stop.number is not None,  # the signal's number
+            save=checkpoint_is_due,
+            user_error=self._job.user_error is not None,
+        )
         report = torch.zeros(len(known), device=self._env.device)
-        for number, flag in enumerate(known):
+        for index, flag in enumerate(known):  # (torch.tensor(known) on a GPU would be a copy that the host waits for)
             if flag:
-                report[number] = 1
+                report[index] = 1
         report[NOT_FINITE] = ~torch.stack(losses).sum().isfinite()  # on the device: the host does not wait
         return report
 
     def _requires_grad(self) -> dict[str, bool]:
         return {name: parameter.requires_grad for name, parameter in self._named_module.named_parameters()}
 
-    def _require_same_trained(self) -> None:
-        if not self._trained:
+    def _require_same_requires_grad(self) -> None:
+        if not self._required_at_wrap:
             return
-        for name, trained in self._requires_grad().items():
-            if trained != self._trained[name]:
+        for name, required in self._requires_grad().items():
+            if required != self._required_at_wrap[name]:
                 error = UsageError(
                     f"{name} was frozen or unfrozen during training, which --strategy torch and fsdp2 do not see: do it when the "
                     "model is built, or use --strategy naive"
                 )
-                error.seen_by_all = True
+                error.seen_by_all = True  # each rank raises it by itself
                 raise error
 
     def may_step(self, norm: Tensor | None, reports: Tensor) -> bool:
@@ -163,27 +172,27 @@ class ResilientGuard(StepGuard):
 
         :raises UsageError: on every rank, if one met a user error, or if too many steps had to be skipped
         """
-        # .tolist(): the host waits for the device here.
-        flags = Flags(*self._flags_of_all_ranks(norm, reports).tolist())
+        flags_on_device = self._flags_of_all_ranks(norm, reports)
+        flags = Flags(*flags_on_device.tolist())  # the host waits for the device
         if flags.not_finite:
-            self.restore()
+            self.undo()
         self._conclude(self._job.step + 1, flags, self._losses)
         return not flags.not_finite
 
     def _flags_of_all_ranks(self, norm: Tensor | None, reports: Tensor) -> Tensor:
-        """The flags of this step, the same on every rank: bool ``[flags]``, on the device.
+        """The flags of this step, the same on every rank: a bool for each field of :class:`Flags`, on the device.
 
         :param norm: of the gradients. If it is not finite, neither is the step
         :param reports: the sum over the ranks
         """
         job, flags = self._job, reports != 0
         if norm is None:
-            norm = sum_of_gradients(job.network.parameters())
+            norm = sum_of_gradients(job.network.parameters())  # finite if they are
             if self._is_sharded:
                 self._env.sum_over_ranks(norm)
         overflow = ~norm.isfinite()
-        # In fp16 a gradient overflows now and then. GradScaler skips that step by itself, and lowers the scale. It is worth
-        # a report only when the scale cannot be lowered further. (scaler.scale() tells the scale without a wait.)
+        # In fp16 a gradient that overflows makes no bad step: GradScaler skips it, and lowers the scale. It is bad only if the lowered
+        # scale is below 1: then gradients overflow even unscaled.
         if job.scaler.is_enabled():
             next_scale = job.scaler.scale(self._one) * job.scaler.get_backoff_factor()
             overflow &= next_scale < 1.0
@@ -194,26 +203,26 @@ class ResilientGuard(StepGuard):
         """Act on a step's flags, as all ranks do.
 
         :param step: its number, from 1
-        :param flags: those of any rank; ``not_finite`` says that the step was skipped
+        :param flags: of all ranks together; ``not_finite`` says that the step was skipped
         :param losses: this rank's, one per micro-step
         :raises UsageError: as :meth:`may_step`
         """
         self.flags = flags
         if flags.user_error:
-            with self._env.fail_together():
-                if self._job.user_error is not None:  # this rank raises it, and the others end with it
+            with self._env.fail_together():  # if one rank raises here, all do
+                if self._job.user_error is not None:
                     raise self._job.user_error
         if flags.not_finite:
             report_skipped(self._job, step, losses)
 
     def wait_for_device(self) -> None:
-        """Return when the host knows the flags of all steps until now. On a CPU it always does: DeviceGuard overrides this."""
+        """Return when ``flags`` are those of the latest step. Here they always are; DeviceGuard reads them one step later."""
 
 
 def report_skipped(job: Job, step: int, losses: list[Tensor]) -> None:
-    """Log a step as skipped, and write its sample numbers to ``metrics.jsonl``, so that one can look at them. A collective.
+    """Log a step as skipped. The numbers of its samples go to ``metrics.jsonl``, so that one can look at them. A collective.
 
-    :param step: its number, from 1; of the present epoch
+    :param step: its number, from 1, over all epochs; it lies in the present epoch
     :param losses: this rank's, one per micro-step
     :raises UsageError: on every rank, when more than ``--max-skipped-steps`` were skipped
     """
@@ -241,7 +250,7 @@ def report_skipped(job: Job, step: int, losses: list[Tensor]) -> None:
 
 
 def sum_of_gradients(parameters: Iterable[nn.Parameter]) -> Tensor:
-    """A cheap sum, 0-d: inf or nan if any element of a gradient is. (The usual norm would overflow: 1e20 squared is inf.)
+    """A cheap sum, 0-d: inf or nan if any element of a gradient is. (The usual norm would overflow: in float32, 1e20 squared is inf.)
 
     On CUDA it is the sum of absolute values, by ``torch._foreach_norm``: a few kernels for all gradients. A CPU adds up the
     plain values in a fraction of the time. A DTensor counts by this rank's part.
@@ -255,7 +264,9 @@ def sum_of_gradients(parameters: Iterable[nn.Parameter]) -> Tensor:
 class BuffersOfDtype(NamedTuple):
     """The buffers of one dtype, and memory for their values: in one piece (``flat``), and its parts in their shapes.
 
-    So a GPU's host makes four calls a step for each dtype, however many buffers there are. (ResNet-50 has 159.)
+    ``before`` has the values of before the forward passes. ``after`` is scratch memory, in which :meth:`SavedBuffers.restore` picks
+    between them and the present ones. In one piece, this takes four GPU calls a step, however many buffers there are. (ResNet-50
+    has 159.)
     """
 
     buffers: list[Tensor]
@@ -273,7 +284,7 @@ class SavedBuffers:
 
     def __init__(self, network: nn.Module) -> None:
         self._places = [(module._buffers, name) for module in network.modules() for name in module._buffers]
-        self._shapes: list[Any] = []
+        self._layout: list[Any] = []
         self._groups: list[BuffersOfDtype] = []
 
     @torch.no_grad()
@@ -281,9 +292,9 @@ class SavedBuffers:
         """Before the forward passes."""
         self._buffers = [place[name] for place, name in self._places]
         present = [buffer for buffer in self._buffers if buffer is not None]
-        shapes = [(id(buffer), buffer.shape) for buffer in present]
-        if shapes != self._shapes:
-            self._shapes = shapes
+        layout = [(id(buffer), buffer.shape) for buffer in present]
+        if layout != self._layout:  # another tensor, or another shape, since the last step
+            self._layout = layout
             by_dtype: dict[torch.dtype, list[Tensor]] = {}
             for buffer in present:
                 by_dtype.setdefault(buffer.dtype, []).append(buffer)
@@ -297,25 +308,25 @@ class SavedBuffers:
     def restore(self, where: Tensor | None = None) -> None:
         """After the step.
 
-        :param where: bool 0-d, on the device: whether to restore; always when None. Only the device reads it, unless a forward
-            pass assigned a buffer of another shape
+        :param where: None: restore. From DeviceGuard, bool 0-d on the device: whether to restore. The host does not read it, unless
+            a forward pass assigned a buffer of another shape
         """
         for (place, name), buffer in zip(self._places, self._buffers, strict=True):
             now = place[name]
             if now is buffer:
                 continue
-            # With ``where``, the host does not know whether to restore. It puts the old tensor back, with the new values;
-            # torch.where below picks the values.
-            if where is not None and now is not None and buffer is not None and now.shape == buffer.shape:
-                buffer.copy_(now)
-            elif where is not None and not where:  # a new shape: the host waits for ``where``
-                continue
-            place[name] = buffer
+            if where is None:
+                place[name] = buffer
+            elif now is not None and buffer is not None and now.shape == buffer.shape:
+                place[name] = buffer.copy_(now)  # with the present values, among which torch.where picks below
+            elif where:  # another shape: the host waits for ``where``
+                place[name] = buffer
         for group in self._groups:
             if where is None:
                 torch._foreach_copy_(group.buffers, group.before)
             else:
                 torch._foreach_copy_(group.after, group.buffers)
+                # buffers = where(where, before, buffers), in three calls
                 torch.where(where, group.before_flat, group.after_flat, out=group.after_flat)
                 torch._foreach_copy_(group.buffers, group.after)
 

@@ -12,11 +12,12 @@ In DDP every rank takes the same step, p times the same work and p times the sam
 The last three are ``_reduce``, called when autograd is done; the optimizer's own step; and ``_after_step``, which torch's
 optimizers call. (The gather could be delayed into the next forward; readers in between would see old weights.)
 
-The two collectives together are DDP's all-reduce, with the step in between: as many bytes, and the same bits.
+The two collectives together are DDP's all-reduce, with the step in between: they send as many bytes, and the weights are the same to
+the last bit.
 (Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, 2020, arXiv 1910.02054, section 5.1.)
 
-These classes assume that only ``optimizer.step()`` changes the model between passes. Freezing, editing or copying the model:
-ddp/sharded/protected/, whose models ``shard()`` returns.
+These classes assume that only ``optimizer.step()`` changes the model between passes. ``shard()`` returns their subclasses in
+ddp/sharded/protected/, for programs that also freeze, write to or copy the model.
 """
 
 from __future__ import annotations
@@ -39,14 +40,15 @@ from ddp.sharded.units import Unit, by_dtype, divide
 
 
 class ZeRO1(nn.Module):
-    """Shards the optimizer's state of ``module`` over the ranks. The module's parameters are replaced: build the optimizer
-    from this wrapper's :meth:`parameters`, which are this rank's shards, under the original names. Frozen parameters
-    and buffers stay whole on every rank. A collective.
+    """Shards the optimizer's state of ``module`` over the ranks. All ranks construct it together.
+
+    It replaces the module's parameters, so build the optimizer from this wrapper's :meth:`parameters`: this rank's shards, under the
+    original names. Frozen parameters and buffers stay whole on every rank.
 
     :param module: the same on every rank; values may differ, since rank 0's are broadcast
-    :param units: the submodules whose parameters travel together, see :func:`ddp.sharded.units.divide`
-    :param collectives: (for parameters, for gradients): both are in flight at once
-    :param compute: the dtype in which parameters are sent and computed with; their own when None
+    :param units: the submodules whose parameters are gathered as one, at stage 3; see :func:`ddp.sharded.units.divide`
+    :param collectives: one to gather parameters, one to reduce gradients: stage 3 uses both at once
+    :param compute: the dtype in which parameters are gathered and computed with; None: in that of the shards
     :raises ValueError: for units that :func:`ddp.sharded.units.divide` refuses
     """
 
@@ -69,17 +71,19 @@ class ZeRO1(nn.Module):
         self._synchronizes = True  # False within no_sync
         # _after_step runs after every optimizer's step in this process.
         self._hooks: list[Any] = [register_optimizer_step_post_hook(self._after_step)]
+        # One per unit and dtype. Each has the parameters as one flat tensor, this rank's shard of it, and the gradients.
         self.flats: list[FlatParameters] = []
         self._flats_of: dict[str, list[FlatParameters]] = {}  # by the unit's name: used at stage 3
         self.units = divide(module, units)
         for unit in self.units:
             self._add(unit)
-        in_shards = dict(self.named_parameters())  # overridden below: shards only
+        in_shards = dict(self.named_parameters())  # our own named_parameters(), below: only the shards
         frozen = [parameter for name, parameter in module.named_parameters() if name not in in_shards]
-        broadcast([*frozen, *module.buffers()], 0, self.process_group)
+        broadcast([*frozen, *module.buffers()], 0, self.process_group)  # FlatParameters has broadcast the others
 
     def _add(self, unit: Unit) -> None:
         """Cut a unit's parameters into shards."""
+        # owners: by a parameter's name, the modules that hold it, several if it is tied.
         self._flats_of[unit.name] = [
             self.flat_class(owners, self.process_group, self._collectives, self._compute, self.stage)
             for owners in by_dtype(unit)
@@ -97,7 +101,7 @@ class ZeRO1(nn.Module):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """This rank's shards by the parameters' names, in the order of ``module.named_parameters()``; ``parameters()`` too."""
+        """This rank's shards, under the parameters' names and in their order. (``parameters()`` calls this.)"""
         shards = {
             name: one for flat in self.flats for name, one in zip(flat.owners, flat.shard_parameters, strict=True)
         }
@@ -126,9 +130,10 @@ class ZeRO1(nn.Module):
     def _ready(self, flat: FlatParameters, index: int, _: Tensor) -> None:
         """Autograd has put the gradient of a parameter into ``.grad``."""
         self._begin_backward()
-        flat.add_gradient(index)  # its result is used from stage 2 on
+        flat.add_gradient(index)  # moves it into the flat gradient
 
     def _begin_backward(self) -> None:
+        """At the first gradient of a pass, or before: have autograd call ``_finish`` when the pass is over."""
         if not self._running:
             self._running = True
             # HACK: no public call tells when a backward pass is over. torch's DDP and FSDP use this one, too.
@@ -136,9 +141,9 @@ class ZeRO1(nn.Module):
 
     @torch.no_grad()
     def _finish(self) -> None:
-        """Backward is over: average what was not averaged yet."""
+        """Backward is over: average the gradients. (Stages 2 and 3 have begun to.)"""
         self._running = False
-        # no_sync is read here, in backward; DDP reads it in forward. A block around both works with either.
+        # no_sync is read here, at the end of backward; DDP reads it in forward. A block around both passes works with either.
         if self._synchronizes:
             self._reduce()
         self._end_pass()
@@ -150,13 +155,14 @@ class ZeRO1(nn.Module):
             flat.finish_reduce()
 
     def _end_pass(self) -> None:
+        """Forget which gradients came in this pass."""
         for flat in self.flats:
             flat.end_pass()
 
     # After an optimizer's step: the parameters
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        """An optimizer has stepped. If that optimizer has shards of this model, all ranks gather the new parameters."""
+        """An optimizer has stepped. If it has shards of this model, all ranks gather the new parameters: all must step it."""
         stepped = {one for group in optimizer.param_groups for one in group["params"]}
         if not stepped.isdisjoint(self.parameters()):
             self._gather_all()

@@ -1,5 +1,6 @@
-"""The checks, by topic. Importing this package fills :data:`ddp.conformance.check.CHECKS`, in this order: the
-first is what all others build on."""
+"""The checks of a wrapper, by topic.
+
+Importing this package fills :data:`ddp.conformance.check.CHECKS`, in this order: the first is what all others build on."""
 
 # ruff: noqa: F401, I001
 # fmt: off

@@ -1,4 +1,4 @@
-"""The staircase for programs that touch a model between passes: each such thing is followed, or refused by name.
+"""The stages, for programs that write to, freeze, convert or hook what is sharded: each is followed, or refused by name.
 
 model.py           the stages, with what happens before and after each pass and step, and ``with model.gathered():``
 flat.py            the parameters of a unit: written to by users, used by no rank, not finite

@@ -92,16 +92,16 @@ def test_gradients_come_into_the_bucket_and_out_again(
         torch.testing.assert_close(
             view, torch.zeros_like(view) if index % 3 == 2 else gradient / divisor, check_stride=False
         )
-    in_place = [bucket.holds(index) for index in range(len(parameters))]
+    in_place = [bucket.contains_grad(index) for index in range(len(parameters))]
     sizes = [parameter.numel() for parameter in parameters]
     assert in_place == [(as_view or not sizes[i]) and i % 3 != 2 for i in range(len(parameters))]
 
     bucket.buffer.fill_(7)  # the other ranks' part
     before = [None if parameter.grad is None else parameter.grad.clone() for parameter in parameters]
-    bucket.finalize(receivers)
+    bucket.set_grads(receivers)
     for index, (parameter, view) in enumerate(zip(parameters, bucket.views.values(), strict=True)):
         if index in receivers or in_place[index]:
             torch.testing.assert_close(parameter.grad, torch.full_like(parameter, 7), check_stride=False)
-            assert bucket.holds(index) == (as_view or not view.numel())
+            assert bucket.contains_grad(index) == (as_view or not view.numel())
         else:
             torch.testing.assert_close(parameter.grad, before[index])

@@ -102,9 +102,11 @@ def fake_gpu() -> Iterator[None]:
         yield
 
 
-def alone() -> Any:
-    """There is no group: the sum over the ranks is this rank's own."""
-    return mock.patch("torch.distributed.all_reduce")
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """There is no group: the sum over the ranks is this rank's own, and no other rank can differ."""
+    with mock.patch("torch.distributed.all_reduce"), mock.patch("ddp.network.require_same_modules"):
+        yield
 
 
 def step_on(guard: type[ResilientGuard], **settings: Any) -> None:
