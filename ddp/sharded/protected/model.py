@@ -23,7 +23,6 @@ from ddp.sharded.protected.refusals import (
     BEFORE_SHARDING,
     AsSharded,
     blind_optimizer,
-    early_optimizer,
     parameters_of,
     require_elementwise,
 )
@@ -228,7 +227,6 @@ class ProtectedZeRO1(ZeRO1):
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         for flat in self.flats:
             flat.keep_writes()
-        early_optimizer(optimizer)
         if shards := set(self.parameters()).intersection(parameters_of(optimizer)):
             require_elementwise(optimizer)
             if not self._finite:

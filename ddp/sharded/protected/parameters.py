@@ -65,7 +65,8 @@ class ReplacedParameter(nn.Parameter):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.__name__ in ("__get__", "__repr__"):  # its shape, dtype, gradient and so on
+        # Its shape, dtype and so on may be read, but not its gradient: an optimizer that has it would train nothing.
+        if func.__name__ in ("__get__", "__repr__") and func != Tensor.grad.__get__:  # type: ignore[union-attr]
             return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
         (name, *_) = (one._sharded_as for one in tree_leaves((args, kwargs)) if isinstance(one, ReplacedParameter))
         raise RuntimeError(

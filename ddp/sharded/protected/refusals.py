@@ -97,16 +97,6 @@ class AsSharded:
             self._remember_modules()
 
 
-def early_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """:raises RuntimeError: for an optimizer of parameters that have been sharded since: its steps would change nothing"""
-    for parameter in parameters_of(optimizer):
-        if name := getattr(parameter, "_sharded_as", None):
-            raise RuntimeError(
-                f"this {type(optimizer).__name__} was built before shard(): it has the parameter {name!r} from before, which "
-                "nothing trains any more. Build it afterwards, from the parameters() of what shard() returns"
-            )
-
-
 # Optimizers that look at a whole parameter, or at all of them, by name: torch's own and those that people use beside them.
 NOT_ELEMENTWISE = {
     **dict.fromkeys(("LBFGS", "Prodigy", "DAdaptAdam", "DAdaptSGD", "DAdaptLion"), "dot products of all parameters"),
