@@ -84,33 +84,35 @@ def _forget_what_was_begun(error: BaseException) -> None:
 
 def explain(error: BaseException) -> str | None:
     """The line for an error; None for an error of another kind."""
-    text = str(error)
+    text = _last_line(str(error))  # above it, an error from a worker has its traceback
     worker = re.search(r"DataLoader worker \(pid\(s\) ([\d, ]+)\) exited unexpectedly", text)
     if worker:
-        return f"loader worker (pid {worker[1]}) was killed: {_reason(error)}"
+        return f"loader worker (pid {worker[1]}) {_end_of_worker(error)}"
     if isinstance(error, (OSError, EOFError)) and _in_ipc(error):
         return (
-            f"a loader worker was killed while it handed over a batch: most often, {WORKER_KILLED_BY[signal.SIGKILL]}"
+            f"a loader worker ended before it had handed over a batch: most often, {WORKER_KILLED_BY[signal.SIGKILL]}"
         )
     if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE) or "Too many open files" in text:
         return (
             "too many open files: each prefetched batch holds some; raise the limit (ulimit -n 65536), or use fewer "
             "workers (--workers) or fewer prefetched batches (--prefetch-factor)"
         )
-    if "shared memory" in text or "/torch_" in text or "No space left on device" in text:
-        return f"shared memory (/dev/shm) is full: {_last_line(text)}; {MORE_SHARED_MEMORY}"
+    if "</torch_" in text or text.endswith("No space left on device"):  # a user's own error names the file after that
+        return f"shared memory (/dev/shm) is full: {text}; {MORE_SHARED_MEMORY}"
     return None
 
 
-def _reason(error: BaseException) -> str:
-    """Why the worker ended, from its exit code in ``DataLoader``'s frame; the error itself has only the process id."""
+def _end_of_worker(error: BaseException) -> str:
+    """How and why it ended, by its exit code in ``DataLoader``'s frame; the error itself has only the process id."""
     # HACK: the local variable of DataLoader's _try_get_data. Under another name, only the likeliest reason is told.
     frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
-    dead = [worker for frame in frames for worker in frame.f_locals.get("failed_workers", [])]
-    known = (
-        WORKER_KILLED_BY[signal.Signals(-worker.exitcode)] for worker in dead if -worker.exitcode in WORKER_KILLED_BY
-    )
-    return next(known, f"most often, {WORKER_KILLED_BY[signal.SIGKILL]}")
+    codes = (worker.exitcode for frame in frames for worker in frame.f_locals.get("failed_workers", []))
+    code = next(codes, None)
+    if code is None:
+        return f"was killed: most often, {WORKER_KILLED_BY[signal.SIGKILL]}"
+    if code >= 0:
+        return f"ended with status {code}: something in it calls sys.exit() or os._exit(), or printed an error above"
+    return f"was killed: {WORKER_KILLED_BY.get(signal.Signals(-code), f'by signal {-code}')}"
 
 
 def _in_ipc(error: BaseException) -> bool:

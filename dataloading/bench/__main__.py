@@ -116,13 +116,14 @@ class LoadingVerdict:
     :param explained: the setting of the stage costs: the best one with workers, if any, since those need an explanation
         where the main process alone is faster
     :param stage_costs: seconds per image of each stage
-    :param tried: the changes of that setting that were measured in turns with it
+    :param now: that setting, measured again, and ``tried``: its changes, in turns with it
     :param lines: the verdict in words
     """
 
     recommended: Setting
     explained: Setting
     stage_costs: dict[str, float]
+    now: LoadingMeasurement
     tried: list[LoadingMeasurement]
     lines: list[str]
 
@@ -146,7 +147,7 @@ def judge(
         )
     now, *tried = measure_all([with_workers.setting, *changes(with_workers.setting, usable_cores())])
     lines += explain(now, tried, len(dataset))
-    return LoadingVerdict(chosen.setting, with_workers.setting, costs, tried, lines)
+    return LoadingVerdict(chosen.setting, with_workers.setting, costs, now, tried, lines)
 
 
 def report(config: LoadingBenchConfig, sweep: list[LoadingMeasurement], verdict: LoadingVerdict | None) -> str:

@@ -32,8 +32,8 @@ class LoadingMeasurement:
 
     @property
     def images_per_s(self) -> float:
-        """Throughput of the median run after its warm-up."""
-        return self.images / statistics.median(self.steady)
+        """Throughput after the warm-up: the median of the runs."""
+        return statistics.median(self.images / seconds for seconds in self.steady)
 
     @property
     def per_image(self) -> list[float]:

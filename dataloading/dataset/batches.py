@@ -18,7 +18,7 @@ from torch.utils.data import Dataset, default_collate
 from common.data.datasets import NO_AUGMENTATION, Augmentation, Batch, BatchKey
 from dataloading.dataset.decoders import Pixels
 from dataloading.dataset.image_files import ImageFiles
-from dataloading.dataset.sampler import SampleKey, as_batch_key
+from dataloading.dataset.sampler import SampleKey, as_batch_key, random_epoch
 from dataloading.dataset.storage import BadFile
 
 
@@ -94,10 +94,11 @@ class ImageBatches(Dataset[Any]):
         """Fetch a batch, as the worker of a ``DataLoader`` does.
 
         :returns: for a :class:`BatchKey` a :class:`Batch`; for a list of indices, as a ``DataLoader`` with a ``batch_size``
-            asks for, a list of samples
+            asks for, a list of samples, augmented as in a random epoch
         """
         if not isinstance(key, BatchKey):
-            batch = self.__getitems__(as_batch_key(key, epoch=0))
+            augments = self.files.augmentation or self._augmentation
+            batch = self.__getitems__(as_batch_key(key, random_epoch() if augments else 0))
             return list(zip(batch.images, batch.labels, strict=True))
         buffer = np.empty((len(key.samples), *self.image_shape), np.uint8)
         self.fill(buffer, key)

@@ -22,7 +22,7 @@ from common.errors import UsageError
 from dataloading.dataset.augmentation import Draws, ImageAugmentation
 from dataloading.dataset.decoders import NotDecodable, Pixels, get_decoder, open_pillow
 from dataloading.dataset.file_list import FileList
-from dataloading.dataset.sampler import SampleKey
+from dataloading.dataset.sampler import SampleKey, random_epoch
 from dataloading.dataset.storage import BadFile, LocalFolder, Storage
 
 if TYPE_CHECKING:
@@ -84,12 +84,15 @@ class ImageFiles(Dataset[Any]):
         return len(self.files)
 
     def __getitem__(self, key: int | SampleKey) -> Any:
-        """One sample, in this epoch (0 for a plain index).
+        """One sample, augmented as in this epoch (in a random one for a plain index).
 
         :raises BadFile: with the file's name, when it cannot be read or decoded
         """
-        epoch, sample = key if isinstance(key, SampleKey) else (0, int(key))
-        draws = self.augmentation.draw(self.seed, epoch, np.array([sample]))[0] if self.augmentation else None
+        epoch, sample = key if isinstance(key, SampleKey) else (None, int(key))
+        draws = None
+        if self.augmentation:
+            epoch = random_epoch() if epoch is None else epoch
+            draws = self.augmentation.draw(self.seed, epoch, np.array([sample]))[0]
         image = self.image(sample, draws)
         with self.span("transform"):
             result = image if self.transform is None else self.transform(image)

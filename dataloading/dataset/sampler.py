@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
+import torch
 
 from common.data.datasets import BatchKey
 from common.randomness import derive_seed
@@ -21,6 +22,11 @@ class SampleKey(NamedTuple):
 
     epoch: int
     sample: int
+
+
+def random_epoch() -> int:
+    """The epoch of a plain index, which tells none: by torch's generator, which differs in each worker and epoch of a ``DataLoader``."""
+    return int(torch.randint(2**31, ()).item())
 
 
 class ShuffledSampler:

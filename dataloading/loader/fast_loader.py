@@ -102,6 +102,8 @@ class FastLoader:
             raise ValueError(f"prefetch_batches {prefetch_batches} is less than 1")
         if batch_size < 1:
             raise ValueError(f"batch_size {batch_size} is less than 1")
+        if num_workers is not None and num_workers < 0:
+            raise ValueError(f"num_workers {num_workers} is less than 0")
         self.device = _gpu(device)
         self._counts_epochs = batch_sampler is None and sampler is None
         if batch_sampler is None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -49,27 +51,40 @@ def test_a_death_says_what_to_do(error: Exception, words: str) -> None:
     assert explanation.value.__cause__ is error
 
 
+@dataclasses.dataclass
 class _Deadly:
     """A data set whose samples end the process that fetches them."""
+
+    by: int  # a signal, or less an exit status
 
     def __len__(self) -> int:
         return 8
 
     def __getitem__(self, index: int) -> int:
-        signal.signal(signal.SIGBUS, signal.SIG_DFL)  # DataLoader's handler would report it too
-        os.kill(os.getpid(), signal.SIGBUS)
+        if self.by <= 0:
+            os._exit(-self.by)
+        signal.signal(self.by, signal.SIG_DFL)  # DataLoader's handler would report it too
+        os.kill(os.getpid(), self.by)
         return index
 
 
-def test_the_signal_that_ended_a_worker_is_explained() -> None:
-    with pytest.raises(UsageError, match="was killed: shared memory ran out"), loader_errors():
-        list(stock_loader(_Deadly(), 1))
+@pytest.mark.parametrize(
+    ("by", "words"),
+    [
+        (signal.SIGBUS, "was killed: shared memory ran out"),
+        (signal.SIGABRT, "was killed: by signal 6"),
+        (-3, r"ended with status 3: something in it calls sys\.exit\(\)"),
+    ],
+)
+def test_how_a_worker_ended_is_explained(by: int, words: str) -> None:
+    with pytest.raises(UsageError, match=words), loader_errors():
+        list(stock_loader(_Deadly(by), 1))
 
 
 def test_a_worker_that_dies_while_it_hands_over_is_explained(tmp_path: Path) -> None:
     batch = DupFd(0)
     batch._id = (str(tmp_path / "its-socket"), 1)  # type: ignore[attr-defined]
-    with pytest.raises(UsageError, match="a loader worker was killed while it handed over a batch"), loader_errors():
+    with pytest.raises(UsageError, match="a loader worker ended before it had handed over a batch"), loader_errors():
         batch.detach()
 
 
@@ -78,6 +93,21 @@ def test_other_errors_pass() -> None:
         raise RuntimeError("something else")
     with pytest.raises(UsageError, match=r"^mine$"), loader_errors():
         raise UsageError("mine")
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        RuntimeError(
+            'Original Traceback:\n  File "/home/me/torch_faces/data.py", line 7\nRuntimeError: label 7 is out of range'
+        ),
+        RuntimeError("shared memory of my own is odd"),
+        OSError(errno.ENOSPC, "No space left on device", "cache/7.npy"),
+    ],
+)
+def test_an_error_of_the_user_s_own_code_stays_what_it_is(own: Exception) -> None:
+    with pytest.raises(type(own), match=re.escape(str(own))), loader_errors():
+        raise own
 
 
 def test_more_workers_than_memory_are_refused_with_both_numbers(monkeypatch: pytest.MonkeyPatch) -> None:

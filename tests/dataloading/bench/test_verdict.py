@@ -27,6 +27,10 @@ def test_the_cheapest_of_those_that_cannot_be_told_apart_is_chosen() -> None:
     assert recommend(sweep) is sweep[1]
 
 
+def test_a_rate_is_the_median_of_the_runs_as_in_the_figure() -> None:
+    assert measured([1.0, 2.0]).images_per_s == (IMAGES / 1.0 + IMAGES / 2.0) / 2
+
+
 def test_rounds_in_bad_weather_do_not_decide() -> None:
     weather = [1.0, 5.0, 1.0, 1.0, 9.0]
     sweep = [

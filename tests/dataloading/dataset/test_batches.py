@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 from torchvision.transforms import PILToTensor
 
 from common.data.datasets import BatchKey
@@ -89,6 +89,19 @@ def test_every_loader_gives_the_same_images_and_labels_in_the_same_order(
 def test_they_do_so_for_any_batch_size(pictures: Path, loader: str, batch_size: int) -> None:
     files = ImageFiles(pictures)
     assert_batches(list(load(loader, files, 1, batch_size)), expected_samples(files, 1), batch_size)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("whole", [False, True])
+def test_plain_indices_are_augmented_in_another_way_in_each_epoch(pictures: Path, whole: bool, workers: int) -> None:
+    files = ImageFiles(pictures, transform=None if whole else PILToTensor(), augmentation="affine")
+    loader = DataLoader(ImageBatches(files) if whole else files, batch_size=PICTURES, num_workers=workers)
+    torch.manual_seed(0)
+    first, second = ([images for images, _ in loader] for _ in range(2))
+    torch.manual_seed(0)
+    again = [images for images, _ in loader]
+    assert not torch.equal(first[0], second[0])
+    assert torch.equal(first[0], again[0])
 
 
 @pytest.mark.parametrize("decoder", installed())
