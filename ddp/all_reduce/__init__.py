@@ -17,7 +17,30 @@ sharded strategies of ddp/sharded/ live on them.
 Their docstrings give the time of each in the alpha-beta model: a message of m bytes takes alpha + beta m seconds, whatever
 else is sent. A rank sends one message and receives one at a time, and adding takes no time. The tensor has n bytes, the
 group p ranks.
+
+comm_hook.py gives them to torch's DDP:
+
+    model = DistributedDataParallel(network)
+    model.register_comm_hook(*shared_memory_hook())
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ddp.all_reduce.comm_hook import shared_memory_hook
+
+__all__ = ["ALL_REDUCES", "SHARDABLE", "shared_memory_hook"]
 
 ALL_REDUCES = ("backend", "naive", "ring", "halving-doubling", "tree", "shared-memory", "hierarchical")
 SHARDABLE = ("backend", "ring", "shared-memory")
+
+
+def __getattr__(name: str) -> Any:
+    """Import it when it is first used: the names above are needed before torch is there."""
+    if name != "shared_memory_hook":
+        raise AttributeError(f"module {__name__} has no attribute {name}")
+    from ddp.all_reduce.comm_hook import shared_memory_hook
+
+    return shared_memory_hook

@@ -36,6 +36,7 @@ from ddp.bench.variants import (
     BUCKETED,
     CLIMB,
     DDP_VARIANTS,
+    HOOKED,
     LARGE,
     NAIVE,
     NETWORKS,
@@ -70,7 +71,7 @@ def measure(config: Config) -> list[Comparison]:
     # On a GPU only the backend can sum, and a rank's processor time is that of queueing.
     variants = {**DDP_VARIANTS, **PARTIAL} if config.device == "cpu" else {**DDP_VARIANTS}
     if config.device != "cpu":
-        del variants[SHARED]
+        del variants[SHARED], variants[HOOKED]
     with progress_of(config, len(config.models)) as progress:
         steps = {m: {name: functools.partial(one.step, m) for name, one in variants.items()} for m in config.models}
         of_models = progress.until_stopped(steps.items())

@@ -17,6 +17,7 @@ from common.benchmarking.turns import Step
 from common.distributed.dist_env import DistEnv
 from common.models.build import MODELS, build_model
 from common.training.optimization import build_optimizer
+from ddp.all_reduce import shared_memory_hook
 from ddp.all_reduce.choice import build_all_reduce
 from ddp.bench.comparison import training_step
 from ddp.by_hand.naive import NaiveDistributedDataParallel
@@ -113,10 +114,12 @@ def _without_copies() -> contextlib.AbstractContextManager[object]:
 
 PLAIN, VIEWS, FLOOR = "torch DDP", "torch DDP, views", "no synchronization"
 NAIVE, BUCKETED = "naive", "bucketed, no overlap"
+HOOKED = "torch DDP, shared memory"
 BY_HAND, SHARED = "handwritten", "handwritten, shared memory"
 DDP_VARIANTS: Mapping[str, DDPVariant] = {
     PLAIN: DDPVariant("torch", views=False),
     VIEWS: DDPVariant("torch"),
+    HOOKED: DDPVariant("torch", hook=HOOKED),
     NAIVE: DDPVariant("naive"),
     BUCKETED: DDPVariant("handwritten", hook=AT_THE_END),
     BY_HAND: DDPVariant("handwritten"),
@@ -160,4 +163,5 @@ class _AtTheEnd:
 HOOKS: Mapping[str, Callable[[], tuple[Any, Callable[..., Any]]]] = {
     NO_SUM: lambda: (None, _no_sum),
     AT_THE_END: lambda: (None, _AtTheEnd()),
+    HOOKED: shared_memory_hook,
 }

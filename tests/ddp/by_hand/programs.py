@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
+from ddp.all_reduce import shared_memory_hook
 from ddp.by_hand import HandwrittenDistributedDataParallel, JoinableDistributedDataParallel
 from tests.ddp.by_hand.wrappers import OPTIMIZERS, Case, Results, as_torch_can, first_difference, kept, wrap
 from tests.support.zoo.named import CHANGING, UNUSED, batch, loss_of
@@ -70,7 +71,7 @@ class Run:
 
     def __init__(self, engine: Any, program: Program) -> None:
         self._engine, self._program = engine, program
-        self._case = as_torch_can(program.case) if engine is TorchDDP else program.case
+        self._case = as_torch_can(program.case) if issubclass(engine, TorchDDP) else program.case
         self.network = self._case.network(dist.get_rank())
         self._optimizer = OPTIMIZERS[self._case.optimizer](self.network.parameters())
         self._register(program.before)
@@ -195,7 +196,7 @@ class Run:
             self._loss().backward()
         hook.remove()
         self._optimizer.zero_grad()
-        if self._engine is TorchDDP:
+        if issubclass(self._engine, TorchDDP):
             self._model = wrap(self._engine, self.network, self._case, init_sync=False)
         yield from self.step(variant)
 
@@ -277,8 +278,25 @@ def programs(draw: st.DrawFn) -> Program:
 
 def compare(program: Program, tolerance: float = 0) -> str | None:
     """Run a program with torch's DDP and with ours; returns where the results first differ by more than the tolerance."""
-    theirs = kept(Run(TorchDDP, program).run())
     engine = HandwrittenDistributedDataParallel if program.uneven is None else JoinableDistributedDataParallel
-    ours = kept(Run(engine, program).run())
+    return compare_with(engine, program, tolerance)
+
+
+def compare_in_shared_memory(program: Program) -> str | None:
+    """:func:`compare` for torch's DDP with our hook. Hooks divide by the number of all ranks, also in a block of ``join``."""
+    without = dataclasses.replace(program.case, hook=None)
+    return compare_with(SharedMemoryDDP, dataclasses.replace(program, case=without, divide_by_initial_world_size=True))
+
+
+def compare_with(engine: Any, program: Program, tolerance: float = 0) -> str | None:
+    theirs, ours = (kept(Run(one, program).run()) for one in (TorchDDP, engine))
     found = first_difference(ours, theirs, tolerance)
     return found and f"{program}: {found}"
+
+
+class SharedMemoryDDP(TorchDDP):
+    """torch's DDP, whose gradients are averaged in shared memory."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.register_comm_hook(*shared_memory_hook())
