@@ -28,11 +28,11 @@ class InThread(AllReduce):
         wait(self._latest)
         self._sum(buffer)
 
-    def start(self, buffer: Tensor) -> PendingInThread:
+    def start(self, buffer: Tensor) -> Pending:
         require_flat(buffer)
         return self._begin(self._sum, buffer)
 
-    def _begin(self, collective: Callable[[Tensor], None], buffer: Tensor) -> PendingInThread:
+    def _begin(self, collective: Callable[[Tensor], None], buffer: Tensor) -> Pending:
         self._latest = [self._thread.submit(collective, buffer)]
         return PendingInThread(self._latest[0])
 
@@ -58,7 +58,3 @@ class PendingInThread:
 
     def wait(self) -> None:
         self._future.result()
-
-    def then(self, end: Callable[[BaseException | None], None]) -> None:
-        """Let ``end`` be called when the tensor holds the sum, or with the error."""
-        self._future.add_done_callback(lambda future: end(future.exception()))

@@ -22,8 +22,6 @@ from ddp.by_hand import HandwrittenDistributedDataParallel
 from ddp.rendezvous.process_group import process_group
 from tests.support.launch import run_ranks, run_with_victim
 
-BY_HAND = tuple(name for name in ALL_REDUCES if name != "backend")
-
 
 def trained(wrapper: Any, *hook: Any, steps: int = 3) -> Tensor:
     """The weights after some steps, flat."""
@@ -46,7 +44,9 @@ def by_hooks() -> tuple[dict[str, float], dict[str, bool], list[str], int]:
         before = len(os.listdir("/proc/self/fd"))
         expected = trained(DistributedDataParallel)
         off = {
-            name: (trained(DistributedDataParallel, *hook_of(name)) - expected).abs().max().item() for name in BY_HAND
+            name: (trained(DistributedDataParallel, *hook_of(name)) - expected).abs().max().item()
+            for name in ALL_REDUCES
+            if name != "backend"
         }
         same = {}
         if env.world_size == 2:
