@@ -19,6 +19,7 @@ from common.training.precision import PRECISIONS
 from common.training.recipes import LearningConfig
 from ddp.all_reduce import ALL_REDUCES, SHARDABLE
 from ddp.strategies import (
+    ANY_ALL_REDUCE,
     BY_HAND,
     GRADIENT_PRECISIONS,
     IN_BUCKETS,
@@ -116,7 +117,8 @@ class TrainConfig(LearningConfig):
     )
     all_reduce: str = option(
         None,
-        "how handwritten sums its buckets over the ranks, and whose halves zero1, zero2 and zero3 use (default: backend)",
+        "how torch's DDP and handwritten sum their buckets over the ranks, and whose halves zero1, zero2 and zero3 use (default: "
+        "backend)",
         choices=ALL_REDUCES,
     )
     bucket_mib: float | None = option(
@@ -238,9 +240,9 @@ class TrainConfig(LearningConfig):
         by_hand = self.strategy in BY_HAND
         if self.fast and (None in (self.strategy, self.precision) or (by_hand and self.all_reduce is None)):
             return  # ddp/fast.py chooses the rest, and then this is called again
-        if self.all_reduce is not None and not by_hand:
+        if self.all_reduce is not None and self.strategy not in ANY_ALL_REDUCE:
             raise UsageError(
-                f"--all-reduce {self.all_reduce} is for the strategies written by hand: add --strategy handwritten"
+                f"--all-reduce {self.all_reduce} is for --strategy {', '.join(ANY_ALL_REDUCE)}: leave it out with {self.strategy}"
             )
         self._default("all_reduce", "backend" if by_hand else None)
         self._check_buckets()
@@ -264,10 +266,6 @@ class TrainConfig(LearningConfig):
                     f"{flag_of(name)} {getattr(self, name)} is for --strategy {' and '.join(IN_BUCKETS)}: {self.strategy} "
                     "sends no buckets of gradients"
                 )
-        if self.gradient_precision != "fp32" and self.all_reduce not in (None, "backend"):
-            raise UsageError(
-                f"--gradient-precision {self.gradient_precision} is summed by the backend: leave out --all-reduce {self.all_reduce}"
-            )
 
     @property
     def collective_timeout(self) -> datetime.timedelta:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-if TYPE_CHECKING:
-    from torch import nn
+from typing import Any, NamedTuple
 
 STAGES = {"zero1": 1, "zero2": 2, "zero3": 3}  # of sharding by hand
-BY_HAND = ("handwritten", *STAGES)  # with an all-reduce of ours
+BY_HAND = ("handwritten", *STAGES)
+ANY_ALL_REDUCE = ("torch", *BY_HAND)  # take --all-reduce; torch's DDP by a communication hook
 REPLICATED, SHARDED = ("torch", "naive", "handwritten"), (*STAGES, "fsdp2")
 STRATEGIES = (*REPLICATED, *SHARDED)
 IN_BUCKETS = ("torch", "handwritten")  # the strategies of replicas that average their gradients in buckets
@@ -21,7 +19,7 @@ class Averaging(NamedTuple):
     """How gradients are averaged over the ranks; see the flags of these names.
 
     :param strategy: one of :data:`STRATEGIES`
-    :param all_reduce: one of :data:`ddp.all_reduce.ALL_REDUCES`, for what is written by hand; ``"backend"`` when None
+    :param all_reduce: one of :data:`ddp.all_reduce.ALL_REDUCES`, ``"backend"`` when None
     :param bucket_mib: MiB of a bucket; DDP's default when None
     :param gradient_precision: one of :data:`GRADIENT_PRECISIONS`
     """
@@ -30,21 +28,6 @@ class Averaging(NamedTuple):
     all_reduce: str | None = None
     bucket_mib: float | None = None
     gradient_precision: str = "fp32"
-
-
-def compress_gradients(model: nn.Module, precision: str) -> None:
-    """Let a DDP module send its gradients in this precision, by a communication hook of torch's.
-
-    A bucket is rounded to bf16, divided by the number of ranks, all-reduced, and copied back into fp32. That is half the bytes.
-    The sum is rounded too, so more ranks lose more. (torch/distributed/algorithms/ddp_comm_hooks/default_hooks.py.)
-
-    :param model: torch's ``DistributedDataParallel`` or ``HandwrittenDistributedDataParallel``, before its first backward pass
-    :param precision: one of :data:`ddp.strategies.GRADIENT_PRECISIONS`; with ``"fp32"`` they are sent as they are
-    """
-    if precision == "bf16":
-        from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
-
-        register_hook(model, None, bf16_compress_hook)
 
 
 def register_hook(model: Any, state: Any, hook: Callable[..., Any]) -> None:

@@ -35,11 +35,11 @@ from ddp.batchnorm import make_buffers_equal
 from ddp.config import TrainConfig
 from ddp.data import load_data, open_loaders
 from ddp.job import Job
-from ddp.network import build_network, clip_grad_norm_of_shards, wrap_by_hand_or_sharded
+from ddp.network import average_by_hook, build_network, clip_grad_norm_of_shards, wrap_by_hand_or_sharded
 from ddp.rendezvous import DistEnv, find_dist_env, rank_process, rendezvous_store
 from ddp.resilience import RunCheckpoint, Supervisor, build_guard, complete_settings, open_run, supervise
 from ddp.sampler import MicroBatchSampler
-from ddp.strategies import Averaging, compress_gradients
+from ddp.strategies import Averaging
 
 
 @command
@@ -133,7 +133,7 @@ def wrap_network(network: nn.Module, env: DistEnv, averaging: Averaging, precisi
     # DDP would broadcast rank 0's BatchNorm statistics in every step. train_epoch averages them once per epoch instead.
     # (Not set in the constructor: newer torch calls this argument forward_sync_buffers.)
     model.broadcast_buffers = False
-    compress_gradients(model, averaging.gradient_precision)
+    average_by_hook(model, averaging, env)  # only with --all-reduce or --gradient-precision
     return model
 
 

@@ -144,6 +144,19 @@ def test_the_hand_written_ddp_trains_to_the_same_bits() -> None:
         assert outcome.losses == expected.losses
 
 
+@pytest.mark.parametrize("gradient_precision", ["fp32", "bf16"])
+def test_torch_s_ddp_trains_to_the_same_bits_by_another_all_reduce(gradient_precision: str) -> None:
+    """Two ranks of torch's DDP end with the same bits by each all-reduce.
+
+    Claim (ddp/README.md, 4): with `--all-reduce`, torch's DDP trains to the same bits on two ranks.
+    """
+    settings = {"train_samples": 432, "model": "mlp", "bucket_mib": 0.5, "gradient_precision": gradient_precision}
+    expected, _ = run_ranks(train_epochs, 2, small(**settings))
+    for strategy, all_reduce in (("torch", "shared-memory"), ("torch", "ring"), ("handwritten", "shared-memory")):
+        outcome, _ = run_ranks(train_epochs, 2, small(**settings, strategy=strategy, all_reduce=all_reduce))
+        assert_identical(outcome.parameters, expected.parameters)
+
+
 @pytest.mark.parametrize(
     ("strategy", "wrapper"),
     [
