@@ -102,18 +102,26 @@ def plot_samples(
     :param predictions: predicted class of each image
     :param classes: their names
     """
-    rows, names = -(-len(images) // 8), [printable(name) for name in classes]
-    figure, axes = new_figure(rows, 8, 1.3 * rows + 0.6, title)
-    for plot in axes.flat:
-        plot.set_axis_off()
-    for plot, image, label, prediction in zip(axes.flat, images, labels, predictions, strict=False):
+    columns, names = 8, [printable(name) for name in classes]
+    rows = -(-len(images) // columns)
+    figure, axes = new_figure(1, 1, WIDTH / columns * rows + 0.6, title)
+    plot = axes[0, 0]  # one for all: axes of its own for each image would take a second
+    plot.set_axis_off()
+    for number, (image, label, prediction) in enumerate(zip(images, labels, predictions, strict=True)):
+        row, column = divmod(number, columns)
         drawn = image if len(image) in (1, 3) else image[:1]
-        plot.imshow(drawn.transpose(1, 2, 0).squeeze(), cmap="gray")
+        height, width = (0.72 * side / max(drawn.shape[1:]) for side in drawn.shape[1:])
+        place = (column + 0.5 - width / 2, column + 0.5 + width / 2, row + 1, row + 1 - height)
+        plot.imshow(drawn.transpose(1, 2, 0).squeeze(), cmap="gray", extent=place)
         right = label == prediction
         text = names[prediction] if right else f"{names[prediction]}, not {names[label]}"
         if len(text) > LONG_NAME:
             text = text.replace(", ", ",\n")
-        plot.set_title(text, color="black" if right else "#c0271a", fontsize=8, parse_math=False)
+        color = "black" if right else "#c0271a"
+        plot.text(
+            column + 0.5, row + 0.98 - height, text, color=color, ha="center", va="bottom", fontsize=8, parse_math=False
+        )
+    plot.set(xlim=(0, columns), ylim=(rows, 0))
     figure.savefig(path)
 
 
