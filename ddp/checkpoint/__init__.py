@@ -23,7 +23,7 @@ import nothing else of this project. From the ground up:
 
 - folder.py: one checkpoint, a folder whose every byte can be checked
 - directory.py: the checkpoints of a run: each is complete or absent, and the newest that is whole is taken
-- resume.py: all ranks begin where rank 0's newest ends
+- own_loop.py: all ranks of a loop of one's own begin where rank 0's newest ends
 - shards.py: its tensors, cut into shards, for any number of ranks
 - sharded_state.py: what each rank of a sharded model writes and reads
 - storage.py, state.py, checkpointer.py: the trainer's: names and manifest; the state of a job; when it is saved
@@ -32,6 +32,6 @@ import nothing else of this project. From the ground up:
 
 from ddp.checkpoint.directory import clean, list_checkpoints, newest, prune, save
 from ddp.checkpoint.folder import Checkpoint, Damaged, load, verify
-from ddp.checkpoint.resume import resume
+from ddp.checkpoint.own_loop import resume
 
 __all__ = ["Checkpoint", "Damaged", "clean", "list_checkpoints", "load", "newest", "prune", "resume", "save", "verify"]
