@@ -55,8 +55,6 @@ def _averaging(config: TrainConfig, env: DistEnv, before: dict[str, Any]) -> tup
         obstacle = "since the ranks are on several nodes, which share no memory"
     elif sys.platform != "linux":
         obstacle = "since shared memory needs Linux"
-    elif config.gradient_precision != "fp32":
-        obstacle = f"since the backend sums gradients in {config.gradient_precision}"
     else:
         return strategy, "shared-memory", "since all ranks are on this node"
     return (config.strategy, "backend", obstacle) if config.strategy else ("torch", None, obstacle)

@@ -32,7 +32,7 @@ CASES: dict[str, tuple[dict[str, Any], tuple[int, ...], int, dict[str, Any]]] = 
     ),
     "handwritten on two hosts": ({"strategy": "handwritten"}, (), 2, {"strategy": "handwritten"}),
     "ring given": ({"all_reduce": "ring"}, (), 1, {"strategy": "handwritten", "all_reduce": "ring"}),
-    "compressed": ({"gradient_precision": "bf16"}, (), 1, {"gradient_precision": "bf16"}),
+    "compressed": ({"gradient_precision": "bf16"}, (), 1, SHARED | {"gradient_precision": "bf16"}),
 }
 
 
