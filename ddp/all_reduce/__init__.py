@@ -38,7 +38,7 @@ SHARDABLE = ("backend", "ring", "shared-memory")
 
 
 def __getattr__(name: str) -> Any:
-    """Import it when it is first used: the names above are needed before torch is there."""
+    """Import it when it is first used: ``--help`` needs only the names above."""
     if name != "shared_memory_hook":
         raise AttributeError(f"module {__name__} has no attribute {name}")
     from ddp.all_reduce.comm_hook import shared_memory_hook
