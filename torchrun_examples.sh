@@ -38,7 +38,7 @@ example fast 'shared memory and bf16 where this machine has them: the job prints
 example zero3 'a transformer whose parameters, gradients and optimizer state are divided over the ranks (ZeRO-3), on text' - \
     'torchrun --nproc_per_node=2 -m ddp.train --device cpu --model gpt --strategy zero3 --all-reduce shared-memory --optimizer adamw FLAGS'
 example profile 'a torch.profiler trace of each rank, for https://ui.perfetto.dev' - \
-    'torchrun --nproc_per_node=2 -m ddp.train --profile --epochs 1 FLAGS'
+    'torchrun --nproc_per_node=2 -m ddp.train --profile --all-reduce backend --epochs 1 FLAGS'
 example two-nodes 'two torchrun agents that meet at a rendezvous, as two nodes would; here both on localhost' - \
     "trap 'kill \$(jobs -p) 2>/dev/null' EXIT
 torchrun --nnodes=2 --nproc_per_node=1 --rdzv-backend=c10d --rdzv-endpoint=localhost:PORT -m ddp.train --device cpu FLAGS & one=\$!

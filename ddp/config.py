@@ -118,7 +118,7 @@ class TrainConfig(LearningConfig):
     all_reduce: str = option(
         None,
         "how torch's DDP and handwritten sum their buckets over the ranks, and whose halves zero1, zero2 and zero3 use (default: "
-        "backend)",
+        "backend; torch's DDP on CPUs of one host: shared-memory)",
         choices=ALL_REDUCES,
     )
     bucket_mib: float | None = option(

@@ -49,15 +49,21 @@ def _averaging(config: TrainConfig, env: DistEnv, before: dict[str, Any]) -> tup
     strategy = config.strategy or (before["strategy"] if before and not config.all_reduce else "handwritten")
     if config.all_reduce is not None or strategy not in BY_HAND:
         return strategy, config.all_reduce, "as given" if config.strategy or config.all_reduce else AS_BEFORE
-    if env.device.type != "cpu":
-        obstacle = "since the backend sums the gradients of GPUs"
-    elif env.local_world_size < env.world_size:
-        obstacle = "since the ranks are on several nodes, which share no memory"
-    elif sys.platform != "linux":
-        obstacle = "since shared memory needs Linux"
-    else:
+    obstacle = why_no_shared_memory(env)
+    if obstacle is None:
         return strategy, "shared-memory", "since all ranks are on this node"
     return (config.strategy, "backend", obstacle) if config.strategy else ("torch", None, obstacle)
+
+
+def why_no_shared_memory(env: DistEnv) -> str | None:
+    """Why the ranks cannot sum gradients in memory that they share; None if they can."""
+    if env.device.type != "cpu":
+        return "since the backend sums the gradients of GPUs"
+    if env.local_world_size < env.world_size:
+        return "since the ranks are on several nodes, which share no memory"
+    if sys.platform != "linux":
+        return "since shared memory needs Linux"
+    return None
 
 
 def _precision(given: str | None, lacking: str | None, before: dict[str, Any]) -> tuple[str, str]:

@@ -4,12 +4,13 @@
     model.register_comm_hook(*shared_memory_hook())  # before the first backward pass
 
 DDP calls the hook with each bucket of gradients as soon as it is complete, goes on with backward, and waits at its end for the future
-that the hook returned. A DDP by hand has its buckets in shared memory. Here they are DDP's own, so each is copied there and back, in
-the thread that sums.
+that the hook returned. The buckets are DDP's own. When the hook first sees one, it moves it into shared memory, with the gradients
+that are views of it. From then on nothing is copied.
 """
 
 # (Without `from __future__ import annotations`: DDP refuses a hook whose annotations are strings.)
 
+import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -19,8 +20,10 @@ from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 
 from common.errors import UsageError
-from ddp.all_reduce.base import AllReduce
 from ddp.all_reduce.choice import build_all_reduce
+from ddp.all_reduce.in_thread import InThread
+
+logger = logging.getLogger(__name__)
 
 
 class HookState:
@@ -33,31 +36,52 @@ class HookState:
     :param dtype: in which gradients are divided and summed; their own when None
     """
 
-    def __init__(self, all_reduce: AllReduce, ranks: int, dtype: torch.dtype | None = None) -> None:
+    def __init__(self, all_reduce: InThread, ranks: int, dtype: torch.dtype | None = None) -> None:
         self._all_reduce, self._ranks, self._dtype = all_reduce, ranks, dtype
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="all-reduce-hook")
-        self._memory: dict[torch.dtype, Tensor] = {}  # for the largest bucket of each dtype
+        self._shares = True  # there is room in /dev/shm
+        self._shared: dict[int, Tensor] = {}  # the buckets, by their number
+        self._rounded: dict[int, Tensor] = {}  # of each bucket, if ``dtype`` is another
 
-    def start(self, gradients: Tensor) -> torch.futures.Future[BaseException | None]:
+    def start(self, bucket: GradBucket) -> torch.futures.Future[BaseException | None]:
         """Begin to average a bucket in place.
 
-        :param gradients: ``[n]``
         :returns: a future of None, or of the error that ended it
         """
         ended: torch.futures.Future[BaseException | None] = torch.futures.Future()
-        average = self._thread.submit(self._average, gradients)
+        average = self._thread.submit(self._average, bucket.index(), bucket.buffer())
         average.add_done_callback(lambda done: ended.set_result(done.exception()))
         return ended
 
-    def _average(self, gradients: Tensor) -> None:
-        rounded = gradients.to(self._dtype or gradients.dtype)
-        numel, dtype = rounded.numel(), rounded.dtype
-        if dtype not in self._memory or self._memory[dtype].numel() < numel:
-            self._memory[dtype] = self._all_reduce.allocate(numel, dtype, rounded.device)
-        sums = self._memory[dtype][:numel]
-        torch.div(rounded, self._ranks, out=sums)
-        self._all_reduce.run(sums)
-        gradients.copy_(sums)
+    def _average(self, index: int, gradients: Tensor) -> None:
+        if self._dtype in (None, gradients.dtype):
+            self._share(index, gradients)
+            gradients.div_(self._ranks)  # before they are summed, as DDP does
+            self._all_reduce.run(gradients)
+            return
+        rounded = self._rounded.get(index)
+        if rounded is None or rounded.numel() != gradients.numel():
+            rounded = self._all_reduce.allocate(gradients.numel(), self._dtype, gradients.device)
+            self._rounded[index] = rounded
+        rounded.copy_(gradients).div_(self._ranks)
+        self._all_reduce.run(rounded)
+        gradients.copy_(rounded)
+
+    def _share(self, index: int, gradients: Tensor) -> None:
+        """Move a bucket into shared memory, unless it is there."""
+        known = self._shared.get(index)
+        if not self._shares or (known is not None and known.data_ptr() == gradients.data_ptr()):
+            return
+        if known is not None:  # DDP has rebuilt its buckets, all of them
+            for old in self._shared.values():
+                self._all_reduce.unshare(old)
+            self._shared.clear()
+        self._shares = self._all_reduce.share(gradients)
+        self._shared[index] = gradients
+        if not self._shares and dist.get_rank() == 0:
+            logger.warning(
+                "/dev/shm has no room for the gradients, so they are copied in each step: docker run --shm-size gives it more"
+            )
 
 
 def average(state: HookState, bucket: GradBucket) -> torch.futures.Future[Tensor]:
@@ -74,7 +98,7 @@ def average(state: HookState, bucket: GradBucket) -> torch.futures.Future[Tensor
             raise error  # here, so that DDP raises it in backward
         return gradients
 
-    return state.start(gradients).then(result)
+    return state.start(bucket).then(result)
 
 
 Hook = Callable[[HookState, GradBucket], torch.futures.Future[Tensor]]
@@ -100,4 +124,6 @@ def hook_of(
 
     :param dtype: in which gradients are divided and summed; their own when None
     """
-    return HookState(build_all_reduce(name, group), dist.get_world_size(group), dtype), average
+    all_reduce = build_all_reduce(name, group)
+    assert isinstance(all_reduce, InThread)
+    return HookState(all_reduce, dist.get_world_size(group), dtype), average

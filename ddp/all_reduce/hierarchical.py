@@ -49,6 +49,12 @@ class Hierarchical(InThread):
         """As :meth:`SharedMemory.allocate`."""
         return self._local.allocate(numel, dtype, device)
 
+    def share(self, buffer: Tensor) -> bool:
+        return self._local.share(buffer)
+
+    def unshare(self, buffer: Tensor) -> None:
+        self._local.unshare(buffer)
+
     def _sum(self, buffer: Tensor) -> None:
         self._local.run(buffer)
 

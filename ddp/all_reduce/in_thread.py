@@ -19,6 +19,16 @@ class InThread(AllReduce):
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="all-reduce")
         self._latest: list[Future[None]] = []  # what was started last
 
+    def share(self, buffer: Tensor) -> bool:
+        """Move the storage of a tensor, with all its views, to where it is summed without a copy. A collective; no sum may be running.
+
+        :returns: the same on all ranks: False if there is too little memory, which the sum will do without
+        """
+        return True
+
+    def unshare(self, buffer: Tensor) -> None:
+        """Forget a tensor that was given to :meth:`share`, on all ranks alike. It stays where it is."""
+
     @abc.abstractmethod
     def _sum(self, buffer: Tensor) -> None:
         """The algorithm."""

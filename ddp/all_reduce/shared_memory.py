@@ -80,6 +80,29 @@ class SharedMemory(ShardedInThread):
         self._segments.append(segment)
         return segment.memory[self._p2p.rank].view(dtype)
 
+    def share(self, buffer: Tensor) -> bool:
+        require_cpu(buffer.device)
+        if buffer.nbytes <= SMALL_BYTES:  # it is copied in any case
+            return True
+        storage = buffer.untyped_storage()
+        file = None
+        with contextlib.suppress(RuntimeError):  # if /dev/shm is full
+            # HACK: torch.multiprocessing gets the file of a shared tensor in this way. share_memory_() moves alike, but keeps it.
+            file = os.dup(storage._share_fd_cpu_()[0])
+        try:
+            segment = _Segment(
+                self._p2p, self._sockets, storage.nbytes(), os.memfd_create("none") if file is None else file
+            )
+        except UsageError:
+            return False
+        segment.memory[self._p2p.rank] = torch.empty(0, dtype=torch.uint8).set_(storage)
+        self._segments.append(segment)
+        return True
+
+    def unshare(self, buffer: Tensor) -> None:
+        start = buffer.untyped_storage().data_ptr()
+        self._segments = [one for one in self._segments if one.memory[self._p2p.rank].data_ptr() != start]
+
     def _sum(self, buffer: Tensor) -> None:
         with self._summing(buffer):
             if buffer.nbytes > SMALL_BYTES or self._between:
@@ -208,13 +231,14 @@ class _Segment:
     """As many bytes of each rank, mapped by all: ``memory[rank]``, uint8 ``[nbytes]``.
 
     :param nbytes: the same on all ranks
-    :raises UsageError: on all ranks, if there is too little memory
+    :param file: this rank's memory, which is closed; shorter if there is too little. Zeros when None
+    :raises UsageError: on all ranks, if there is too little memory on one
     """
 
-    def __init__(self, p2p: P2P, sockets: LocalSockets, nbytes: int) -> None:
+    def __init__(self, p2p: P2P, sockets: LocalSockets, nbytes: int, file: int | None = None) -> None:
         self.nbytes = nbytes
         length = max(nbytes, 1)  # a mapping cannot be empty
-        files = [_anonymous_file(length, p2p.size)]
+        files = [_anonymous_file(length, p2p.size) if file is None else file]
         try:
             files = sockets.meet(f"to allocate {nbytes} bytes", *files)
             if any(os.fstat(file).st_size < length for file in files):

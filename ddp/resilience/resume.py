@@ -48,7 +48,7 @@ from common.training.precision import set_arithmetic
 from ddp.checkpoint import directory, storage
 from ddp.checkpoint.storage import Manifest, RunCheckpoint
 from ddp.config import LAUNCH_SETTINGS, TrainConfig
-from ddp.fast import choose_fastest
+from ddp.fast import choose_fastest, why_no_shared_memory
 
 if TYPE_CHECKING:
     import psutil
@@ -72,6 +72,16 @@ def complete_settings(config: TrainConfig, env: DistEnv) -> TrainConfig:
     if config.fast:
         agents = agents_of(env)
         config = choose_fastest(config, env, env.from_rank_0(lambda: _chosen_before(config, agents)))
+    elif (
+        config.strategy == "torch"
+        and config.all_reduce is None
+        and env.world_size > 1
+        and not why_no_shared_memory(env)
+    ):
+        config = dataclasses.replace(config, all_reduce="shared-memory")
+        logger.info(
+            "gradients are averaged in memory that all ranks share; --all-reduce backend leaves that to the backend"
+        )
     set_arithmetic(env.device, config.tf32, config.deterministic, config.cudnn_benchmark)
     return config
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import signal
 import threading
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -51,6 +53,10 @@ def by_hooks() -> tuple[dict[str, float], dict[str, bool], list[str], int]:
         same = {}
         if env.world_size == 2:
             same["shared memory"] = torch.equal(trained(DistributedDataParallel, *shared_memory_hook()), expected)
+            full = mock.patch.object(torch.UntypedStorage, "_share_fd_cpu_", side_effect=RuntimeError)
+            with full if env.rank == 1 else contextlib.nullcontext():
+                copied = trained(DistributedDataParallel, *shared_memory_hook())
+            same["without room in /dev/shm on one rank"] = torch.equal(copied, expected)
             by_hand = trained(HandwrittenDistributedDataParallel, *shared_memory_hook())
             same["of the DDP by hand"] = torch.equal(by_hand, expected)
             rounded = trained(DistributedDataParallel, None, lambda state, bucket: bf16_compress_hook(None, bucket))  # type: ignore[arg-type]
