@@ -20,7 +20,9 @@ class InThread(AllReduce):
         self._latest: list[Future[None]] = []  # what was started last
 
     def share(self, buffer: Tensor) -> bool:
-        """Move the storage of a tensor, with all its views, to where it is summed without a copy. A collective; no sum may be running.
+        """Move a tensor that has a storage of its own, with its views, to where it is summed without a copy.
+
+        A collective; no sum may be running.
 
         :returns: the same on all ranks: False if there is too little memory, which the sum will do without
         """

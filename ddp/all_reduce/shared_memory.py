@@ -82,9 +82,10 @@ class SharedMemory(ShardedInThread):
 
     def share(self, buffer: Tensor) -> bool:
         require_cpu(buffer.device)
-        if buffer.nbytes <= SMALL_BYTES:  # it is copied in any case
-            return True
         storage = buffer.untyped_storage()
+        # Small ones are copied in any case. A storage with other tensors may be in use, so it is not moved.
+        if buffer.nbytes <= SMALL_BYTES or storage.nbytes() != buffer.nbytes:
+            return True
         file = None
         with contextlib.suppress(RuntimeError):  # if /dev/shm is full
             # HACK: torch.multiprocessing gets the file of a shared tensor in this way. share_memory_() moves alike, but keeps it.
