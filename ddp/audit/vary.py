@@ -62,10 +62,12 @@ class Verdict(NamedTuple):
 class Plan(NamedTuple):
     """A run of the script that is compared with the first one.
 
+    :ivar kind: one of ``KINDS``
     :ivar compare: gets both traces
     :ivar killed: what is run before it in the same folder, and killed after two thirds of the steps, if anything
     """
 
+    kind: str
     what: str
     script: Sequence[str]
     ranks: int
@@ -90,25 +92,25 @@ def plan(
     """
     plans = []
     if "repeat" in kinds:
-        plans.append(Plan("run again", script, ranks, _same_bits))
+        plans.append(Plan("repeat", "run again", script, ranks, _same_bits))
     if "ranks" in kinds:
         for other in (ranks - 1, ranks + 1):
             changed = _changed(script, batch_flag, ranks, other)
-            plans.append(Plan(f"on {other} rank{'s' * (other > 1)}", changed, other, _same_numbers))
+            plans.append(Plan("ranks", f"on {other} rank{'s' * (other > 1)}", changed, other, _same_numbers))
     if "micro-steps" in kinds:
         if not accumulation_flag:
             raise UsageError(
                 "--vary micro-steps needs --accumulation-flag: the name of the script's flag for its micro-steps"
             )
         changed = _changed(_changed(script, accumulation_flag, 2, 1), batch_flag, 1, 2)
-        plans.append(Plan("with twice as many micro-steps", changed, ranks, _same_numbers))
+        plans.append(Plan("micro-steps", "with twice as many micro-steps", changed, ranks, _same_numbers))
     if "resume" in kinds:
         if not any(RUN in argument for argument in script):
             raise UsageError(
                 f"--vary resume needs {RUN} among the script's arguments: it stands for a folder of the run, with its checkpoints"
             )
         again = [f"--{resume_flag}"] if resume_flag else []
-        plans.append(Plan("killed and started again", [*script, *again], ranks, _same_rest, killed=script))
+        plans.append(Plan("resume", "killed and started again", [*script, *again], ranks, _same_rest, killed=script))
     return plans
 
 
@@ -139,7 +141,7 @@ def vary(plans: Sequence[Plan], base: Trace, run: Runner) -> Iterator[Variation]
     :param base: the script as it is
     :param run: runs, with a folder for ``{run}``, arguments on ranks, up to an optimizer step at which they are killed
     """
-    for what, script, ranks, compare, killed in plans:
+    for kind, what, script, ranks, compare, killed in plans:
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
             try:
@@ -151,7 +153,7 @@ def vary(plans: Sequence[Plan], base: Trace, run: Runner) -> Iterator[Variation]
                 if other.world_size != ranks:
                     raise UsageError(f"the script made a group of {other.world_size} ranks")
                 text, cure, step = compare(base, other)
-                finding = Finding(f"{what}: {text}", cure, step.before, chapter="ddp/audit/README.md") if step else None
+                finding = Finding(f"vary-{kind}", step.before, f"{what}: {text}", cure=cure) if step else None
                 yield Variation(what, text, finding)
             except UsageError as error:
                 yield Variation(what, f"not compared: {error}", is_judged=False)

@@ -39,7 +39,7 @@ def main() -> None:
         (FOLDER / "README.md").write_text(page())
     elif not names:
         for name, path in exhibits().items():
-            print(f"{path.parent.name:>9}  {name:28} {_docstring(path)[0]}")
+            print(f"{path.parent.name:>9}  {name:28} {docstring(path)[0]}")
     elif names[0] not in exhibits() or names[1:]:
         raise UsageError(f"{' '.join(names)}: there is no such exhibit; python -m ddp.museum lists them")
     else:
@@ -48,7 +48,7 @@ def main() -> None:
 
 def _show(path: Path) -> None:
     """Run both variants of an exhibit under the audit, which prints what they print."""
-    print(*_docstring(path), "", diff_of(path), sep="\n")
+    print(*docstring(path), "", diff_of(path), sep="\n")
     audit = [sys.executable, "-m", "ddp.audit", "--", os.path.relpath(path)]
     for variant, how in (("as it was found", audit), ("fixed", [*audit, "--right"])):
         print(f"\n{variant}:", flush=True)
@@ -59,13 +59,13 @@ def page() -> str:
     """The README of the museum: of each exhibit the story, and what fixes it."""
     parts = [(FOLDER / "README.md").read_text().partition("\n## ")[0]]
     for name, path in exhibits().items():
-        title, story = _docstring(path)
+        title, story = docstring(path)
         linked = THREAD.sub(r"[\1#\2](https://github.com/\1/issues/\2)", story)
         parts.append(f"## {title}\n\n[{name}]({path.relative_to(FOLDER)})\n{linked}\n\n```diff\n{diff_of(path)}\n```\n")
     return "\n".join(parts)
 
 
-def _docstring(path: Path) -> list[str]:
+def docstring(path: Path) -> list[str]:
     """The title of an exhibit, and its story."""
     return (ast.get_docstring(ast.parse(path.read_text())) or "").split("\n", 1)
 

@@ -48,6 +48,7 @@ def test_its_commands_run(installed: Path, tmp_path: Path) -> None:
     for command in (
         f"torch.distributed.run --nproc_per_node=2 -m ddp.train {small}",
         "ddp.audit --quick -- script.py",
+        "ddp.audit --explain same-order",
         "ddp.conformance --help",
         "dataparallel.train --help",
         "dataloading.bench --help",

@@ -1,6 +1,6 @@
 """The detectors: each file is about one kind of bug, and its ``detect`` is a function from a trace to findings.
 
-Its ``CHAPTER`` is the page that explains them, unless a finding names another one.
+findings.md explains the names of the findings.
 """
 
 from __future__ import annotations
@@ -56,7 +56,6 @@ def find(trace: Trace) -> list[Finding]:
             trace.errors.append(traceback.format_exc(limit=-3))
             continue
         for finding in found:
-            finding.chapter = finding.chapter or detector.CHAPTER
             if not (finding.is_effect and any(other.diverges for other in findings.values())):
                 findings.setdefault((detector.__name__, finding.where), finding)
     return list(findings.values())

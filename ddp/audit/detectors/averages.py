@@ -13,40 +13,34 @@ from collections import Counter
 import numpy as np
 from numpy.typing import ArrayLike
 
-from ddp.audit.detectors.finding import Finding, Findings
+from ddp.audit.detectors.finding import KINDS, Finding, Findings
 from ddp.audit.detectors.replicas import differing
 from ddp.audit.trace import Step, Trace
 
-CHAPTER = "ddp/README.md, chapter 4"
 TOLERANCE = 5e-3  # gradients may have been sent in two bytes
 NO_GRADIENT = [0.0, 0.0, 0.0]  # the probe of a parameter that a backward pass does not reach
 
-# The kinds of findings.
-LOCAL = "each rank steps with its own gradients: nothing was averaged"
-SUM = "the gradients are summed over the ranks and not averaged"
-TWICE = "the gradients are divided by the number of ranks twice"
-LAST = "the gradients of all micro-batches but the last are thrown away"
-PARTLY = "some of the micro-batches' gradients are averaged and others are not, so the ranks step with different ones"
-DIFFERENT = "the ranks step with different gradients"
-# The cure of each, and the kind of the event that is to blame.
-CURES = {
-    LOCAL: ("Wrap the model by DDP, or all-reduce and divide each gradient after backward", "backward"),
-    SUM: ("Divide by the number of ranks", "collective"),
-    TWICE: ("DDP averages: do not divide again", "before_step"),
-    LAST: ("Move zero_grad behind the optimizer step", "zero_grad"),
-    PARTLY: ("Average all micro-batches' gradients, or the sum of them", "backward"),
-    DIFFERENT: ("Average the gradients on all ranks, in the same order", "before_step"),
+LOCAL, PARTLY, DIFFERENT = "not-averaged", "partly-averaged", "different-gradients"
+SUM, TWICE, LAST = "summed-not-averaged", "divided-twice", "last-micro-batch-only"
+# The kind of the event that is to blame.
+BLAMED = {
+    LOCAL: "backward",
+    SUM: "collective",
+    TWICE: "before_step",
+    LAST: "zero_grad",
+    PARTLY: "backward",
+    DIFFERENT: "before_step",
 }
 
 
 def detect(trace: Trace) -> Findings:
     findings = (finding for steps in trace.steps() for finding in _of_step(trace, steps))
     finding = next(findings, None)
-    if finding and LAST in finding.text:
+    if finding and finding.name == LAST:
         finding = next(findings, None)  # once is right: a warm-up pass before the first step
-    if finding:
-        if finding.text.startswith(LOCAL) and _meet_again(trace):
-            finding.text, finding.is_hint = f"{LOCAL}. Later the weights are: this is local SGD", True
+    if finding and finding.name == LOCAL and _meet_again(trace):
+        yield Finding("local-sgd", finding.event, diverges=True, is_hint=True)
+    elif finding:
         yield finding
 
 
@@ -69,14 +63,14 @@ def _of_step(trace: Trace, steps: list[Step]) -> Findings:
     if len(passes) > 1 or 0 in passes or any(step.last("step")["sharded"] for step in steps):
         return
     shared = set.intersection(*(step.before.get("gradients", {}).keys() & set(step.own) for step in steps))
-    wrong = {number: text for number in steps[0].own if number in shared and (text := _explain(number, steps))}
-    for text, _ in Counter(wrong.values()).most_common(1):
+    wrong = {number: name for number in steps[0].own if number in shared and (name := _explain(number, steps))}
+    for name, _ in Counter(wrong.values()).most_common(1):
         of_terms = sum(loss["weight"] * loss["terms"] / step.scale for step in steps for loss in step.all("loss"))
         # The script may divide the loss and not the gradients, or the other way round: together they are right.
-        if text in (SUM, TWICE) and math.isclose(of_terms / len(steps) * factor_of(steps), 1, rel_tol=TOLERANCE):
+        if name in (SUM, TWICE) and math.isclose(of_terms / len(steps) * factor_of(steps), 1, rel_tol=TOLERANCE):
             return
-        number = next(number for number in wrong if wrong[number] == text)
-        yield _finding(text, trace, steps[0], f"{trace.names.get(number, number)} and {len(wrong) - 1} more")
+        number = next(number for number in wrong if wrong[number] == name)
+        yield _finding(name, trace, steps[0], f"{trace.names.get(number, number)} and {len(wrong) - 1} more")
 
 
 def changes_weights(step: Step) -> bool:
@@ -97,7 +91,7 @@ def factor_of(steps: list[Step]) -> float:
 
 
 def _explain(number: str, steps: list[Step]) -> str | None:
-    """Describe the error in a parameter's gradient; None if nothing is, or if that cannot be told."""
+    """The name of the error in a parameter's gradient; None if there is none, or if that cannot be told."""
     ranks = len(steps)
     got = [value for step in steps if (value := unscaled(number, step))]
     probes = np.array([[one.get(number, NO_GRADIENT) for one in step.computed] for step in steps])
@@ -127,42 +121,23 @@ def _explain(number: str, steps: list[Step]) -> str | None:
     return None if equal(got, got[0]) else DIFFERENT
 
 
-def _finding(text: str, trace: Trace, first: Step, which: str) -> Finding:
+def _finding(name: str, trace: Trace, first: Step, which: str) -> Finding:
     """The finding, at the line that is to blame."""
     flags, forwards = first.all("flag", "forward", "backward"), first.all("forward")
-    causes = (  # of gradients that are not averaged: the events that tell, what they tell, and the cure
-        (
-            trace.ranks[0].all("around"),
-            "the forward pass goes around the DDP wrapper",
-            "Call the wrapper, not its .module",
-        ),
-        (
-            [b for a, b in itertools.pairwise(flags) if a["kind"] == "forward" and b["kind"] == "flag"],
-            "require_backward_grad_sync is set after the forward pass, which has read it already",
-            "Set it before the forward pass, or put forward and backward under no_sync()",
-        ),
-        (
-            [] if any(event["synchronizes"] for event in forwards) else forwards[-1:],
-            "no forward pass of this step has require_backward_grad_sync on",
-            "Set it, or leave no_sync(), for the last micro-batch's forward and backward",
-        ),
-        (
-            [event for event in forwards if event["lost"]],
-            "parameters are other objects than when DDP was built, or were frozen or of another dtype then, and have no hooks",
-            "Convert, move and unfreeze the model before it is wrapped",
-        ),
-        (
-            [event for event in first.all("collective") if event["sends_parameter"]],
-            "a hook sends the parameter and not its gradient",
-            "Send parameter.grad: the argument of register_post_accumulate_grad_hook is the parameter",
-        ),
-    )
-    for events, cause, cure in causes:
-        if events and text in (LOCAL, PARTLY):
-            return Finding(f"{cause}, so {text}", cure, events[0], diverges=True)
-    cure, kind = CURES[text]
-    blamed = first.last(kind) or first.before
-    return Finding(f"{text}: {which}", cure, blamed, diverges=text not in (SUM, TWICE, LAST))
+    causes = {  # of gradients that are not averaged: the events that tell
+        "around-the-wrapper": trace.ranks[0].all("around"),
+        "flag-after-forward": [
+            b for a, b in itertools.pairwise(flags) if a["kind"] == "forward" and b["kind"] == "flag"
+        ],
+        "flag-never-on": [] if any(event["synchronizes"] for event in forwards) else forwards[-1:],
+        "hooks-lost": [event for event in forwards if event["lost"]],
+        "averages-parameters": [event for event in first.all("collective") if event["sends_parameter"]],
+    }
+    for cause, events in causes.items():
+        if events and name in (LOCAL, PARTLY):
+            return Finding(cause, events[0], f"{KINDS[cause].what}, so {KINDS[name].what}", diverges=True)
+    event = first.last(BLAMED[name]) or first.before
+    return Finding(name, event, f"{KINDS[name].what}: {which}", diverges=name not in (SUM, TWICE, LAST))
 
 
 def unscaled(number: str, step: Step) -> list[float] | None:

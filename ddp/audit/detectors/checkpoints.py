@@ -7,7 +7,6 @@ import os
 from ddp.audit.detectors.finding import Finding, Findings
 from ddp.audit.trace import Event, RankTrace, Trace
 
-CHAPTER = "ddp/README.md, chapter 9"
 # The state that a resume needs, the event that tells that the script uses it, and how a checkpoint's event calls it.
 STATES = (
     ("the GradScaler's state", "scale", "scaler"),
@@ -34,9 +33,9 @@ def _writers(trace: Trace) -> Findings:
     for (path, _), ranks in writers.items():
         if len(ranks) > 1:
             yield Finding(
-                f"ranks {sorted(ranks)} write {path} at the same step: the file holds whichever was last, or parts of several",
-                "Let rank 0 write what all ranks share, and each rank its own state to a file of its own",
+                "written-by-several-ranks",
                 ranks[min(ranks)],
+                f"ranks {sorted(ranks)} write {path} at the same step: the file holds whichever was last, or parts of several",
             )
             return
 
@@ -45,12 +44,7 @@ def _saved(rank: RankTrace, written: list[Event]) -> Findings:
     """A file with the optimizer's state is meant for a resume, so it and the files beside it must have the rest too."""
     for event in rank.all("save"):
         if event["live"]:
-            yield Finding(
-                "a thread writes the tensors that are being trained: the file holds weights of whatever step they are at by then",
-                "Copy the state before the next step, and let the thread write the copy",
-                event,
-                rank.rank,
-            )
+            yield Finding("later-weights", event, rank=rank.rank)
         if not (event["path"] and {"optimizer", "model"} <= set(event["states"])):
             continue  # without a path, it is a stream of the script's own, such as a part of a larger file
         folder = os.path.dirname(event["path"])
@@ -64,9 +58,9 @@ def _saved(rank: RankTrace, written: list[Event]) -> Findings:
         ]
         if lacking:
             yield Finding(
-                f"the checkpoint holds the model and the optimizer, and lacks {' and '.join(lacking)}",
-                "Save everything that the next step depends on",
+                "incomplete-checkpoint",
                 event,
+                f"the checkpoint holds the model and the optimizer, and lacks {' and '.join(lacking)}",
                 rank.rank,
             )
 
@@ -82,11 +76,5 @@ def _swapped(rank: RankTrace) -> Findings:
             if not set(latest.values()) <= set(event["checksums"]):
                 averaged[event["path"]] = event
         elif event["kind"] == "load" and event["path"] in averaged and event["step"] < len(rank.steps):
-            yield Finding(
-                "the checkpoint holds other weights than the last optimizer step left, such as an average that was swapped in, and "
-                "the run that is resumed trains on from them",
-                "Save the weights that are trained, and the average beside them",
-                averaged[event["path"]],
-                rank.rank,
-            )
+            yield Finding("resumed-from-average", averaged[event["path"]], rank=rank.rank)
             return

@@ -7,7 +7,6 @@ import math
 from ddp.audit.detectors.finding import Finding, Findings
 from ddp.audit.trace import Step, Trace, together
 
-CHAPTER = "ddp/README.md, chapter 6"
 TOLERANCE = 1e-2
 SAME = 1e-5
 
@@ -27,31 +26,21 @@ def _order(rank: int, step: Step) -> Findings:
         clip = step.events[at]
         if "scale" in kinds and "unscale" not in kinds[:at]:
             yield Finding(
+                "scaled-clipping",
+                clip,
                 f"gradients are clipped before they are unscaled: they are {step.scale:,.0f} times too large"
                 + (f", with a norm of {clip['norm']:.4g}" if clip["norm"] is not None else ""),
-                "Call scaler.unscale_(optimizer) before clip_grad_norm_",
-                clip,
                 rank,
             )
         if "backward" not in kinds[:at]:
-            yield Finding(
-                "gradients are clipped after the optimizer step, which does not see it",
-                "Clip between the last backward pass and the optimizer step",
-                clip,
-                rank,
-            )
+            yield Finding("clipping-after-step", clip, rank=rank)
         elif "backward" in kinds[at:]:
-            yield Finding(
-                "gradients are clipped before the last micro-batch's backward pass, which adds to them unclipped",
-                "Clip once per step, after the last backward pass",
-                clip,
-                rank,
-            )
+            yield Finding("clipping-each-micro-batch", clip, rank=rank)
     if "scale" in kinds and not step.before["scaler"] and "unscale" not in kinds:
         yield Finding(
-            f"the optimizer steps with gradients that are {step.scale:,.0f} times too large",
-            "Call scaler.step(optimizer), which unscales them and leaves out steps with inf",
+            "never-unscaled",
             step.before,
+            f"the optimizer steps with gradients that are {step.scale:,.0f} times too large",
             rank,
         )
 
@@ -61,9 +50,9 @@ def _norms(steps: list[Step]) -> Findings:
     clipping, other = counts.index(max(counts)), counts.index(min(counts))
     if clipping != other:
         yield Finding(
-            f"rank {clipping} clips its gradients and rank {other} does not, so the ranks step with different ones",
-            "Clip on all ranks",
+            "clipping-on-one-rank",
             steps[clipping].all("clip")[0],
+            f"rank {clipping} clips its gradients and rank {other} does not, so the ranks step with different ones",
             clipping,
             diverges=True,
         )
@@ -73,9 +62,9 @@ def _norms(steps: list[Step]) -> Findings:
         if None not in norms and (1 + TOLERANCE) * min(norms) < max(norms) < math.inf:
             listed = ", ".join(f"{norm:.4g} on rank {rank}" for rank, norm in enumerate(norms))
             yield Finding(
-                f"the gradients are clipped by norms that differ between ranks: {listed}",
-                "Clip after the gradients are averaged; of sharded gradients, sum the squared norms over the ranks",
+                "norms-differ",
                 clips[0],
+                f"the gradients are clipped by norms that differ between ranks: {listed}",
                 diverges=True,
                 is_effect=True,
             )
@@ -91,8 +80,8 @@ def _by_hand(steps: list[Step]) -> Findings:
             for value, name in ((norm, "norm"), (norm**2, "squared norm")):
                 if before and all(math.isclose(one, value, rel_tol=SAME) for one in (before, after / len(steps))):
                     yield Finding(
-                        f"the {name} of the averaged gradients is summed over the ranks again: {before:.4g} becomes {after:.4g}",
-                        "After averaging, each rank's norm is the global norm already: do not all-reduce it",
+                        "norm-summed-twice",
                         event,
+                        f"the {name} of the averaged gradients is summed over the ranks again: {before:.4g} becomes {after:.4g}",
                     )
                     return

@@ -9,8 +9,6 @@ from ddp.audit.detectors.averages import changes_weights
 from ddp.audit.detectors.finding import Finding, Findings
 from ddp.audit.trace import Step, Trace
 
-CHAPTER = "ddp/README.md, chapter 5"
-
 
 def detect(trace: Trace) -> Findings:
     first, ranks, cores = trace.ranks[0], trace.world_size, os.cpu_count() or 1
@@ -19,9 +17,9 @@ def detect(trace: Trace) -> Findings:
     for loader in first.all("epoch"):
         if loader["workers"] * ranks > cores:
             yield Finding(
-                f"{ranks} ranks have {loader['workers']} loader workers each, and this machine has {cores} cores",
-                "Where the ranks of a node share its cores, divide the workers by the ranks",
+                "more-workers-than-cores",
                 loader,
+                f"{ranks} ranks have {loader['workers']} loader workers each, and this machine has {cores} cores",
                 is_hint=True,
             )
             return
@@ -34,15 +32,10 @@ def _micro_steps(step: Step) -> Findings:
         return  # one pass for all outputs, or each must be averaged
     if most > 1:
         yield Finding(
-            f"{most} micro-batches of one step average the gradients over the ranks, and one would do",
-            "Put forward and backward of all micro-batches but the last under no_sync()",
+            "averages-each-micro-batch",
             forwards[-1],
+            f"{most} micro-batches of one step average the gradients over the ranks, and one would do",
             is_hint=True,
         )
     elif len(forwards) > 1 and forwards[-1]["synchronizes_batchnorm"]:
-        yield Finding(
-            "SyncBatchNorm averages its statistics over the ranks in each micro-batch",
-            "Take larger micro-batches, or GroupNorm, which needs no averages",
-            forwards[-1],
-            is_hint=True,
-        )
+        yield Finding("syncbatchnorm-each-micro-batch", forwards[-1], is_hint=True)

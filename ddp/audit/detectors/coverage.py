@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from ddp.audit.detectors.finding import Finding, Findings
 from ddp.audit.trace import Epoch, Trace, together
 
-CHAPTER = "ddp/README.md, chapter 3"
-
 
 def detect(trace: Trace) -> Findings:
     yield from _replaced(trace)
@@ -29,11 +27,7 @@ def _replaced(trace: Trace) -> Findings:
     iterated = {event["sampler"] for event in first.all("weighted_order")}
     for event in first.all("weighted_sampler"):
         if event["sampler"] not in iterated and first.all("epoch"):
-            yield Finding(
-                "this WeightedRandomSampler is never iterated: the loader has another sampler, so samples are not weighted",
-                "Draw the weighted order alike on all ranks from (seed, epoch), and let each rank take its part of it",
-                event,
-            )
+            yield Finding("weights-vanish", event)
 
 
 def _same(trace: Trace) -> Findings:
@@ -44,9 +38,9 @@ def _same(trace: Trace) -> Findings:
     gathered = first.all("put_back") or any(event["requires_grad"] for event in first.all("collective"))
     if len(calls) > 2 and not gathered and all(own[seen] == one[0][seen] != [] for one in calls for own in one):
         yield Finding(
-            f"all ranks train on the same samples: the inputs of all {len(calls)} {kind} calls are equal",
-            "Give each rank another part of the global batch",
+            "same-samples",
             calls[0][0],
+            f"all ranks train on the same samples: the inputs of all {len(calls)} {kind} calls are equal",
         )
 
 
@@ -62,10 +56,10 @@ def _repeated(of_ranks: Sequence[Epoch], number: int) -> Findings:
         count = sum(len(epoch.rows) for epoch in of_ranks)
         if count > 1.33 * len(different) > 0:
             yield Finding(
+                "read-by-all",
+                begin,
                 f"the iterable data set is read {count / len(different):.3g} times in epoch {number}: {count} samples arrive, "
                 f"{len(different)} of them different ({ranks} ranks, {begin['workers']} workers each)",
-                "Let each rank and worker read its own part: by the rank, and torch.utils.data.get_worker_info()",
-                begin,
             )
     elif ranks > 1 and begin["replicas"] is None and all(epoch.samples for epoch in of_ranks):
         labeled = [epoch.numbered("targets") for epoch in of_ranks]
@@ -73,9 +67,9 @@ def _repeated(of_ranks: Sequence[Epoch], number: int) -> Findings:
             shared = different = set(dict(labeled[0]))
         if len(shared) > max(2 * ranks, len(different) // 10):
             yield Finding(
-                f"{len(shared)} of {len(different)} samples arrive on every rank in epoch {number}: the loader does not divide them",
-                "Give the loader a DistributedSampler",
+                "samples-on-every-rank",
                 begin,
+                f"{len(shared)} of {len(different)} samples arrive on every rank in epoch {number}: the loader does not divide them",
             )
 
 
@@ -86,9 +80,9 @@ def _left_out(of_ranks: Sequence[Epoch], number: int) -> Findings:
         return
     if len(set(counts)) > 1:
         yield Finding(
-            f"the ranks have {counts} batches in epoch {number}: those with more wait for collectives of the others",
-            "Give all ranks the same number of batches, or use DDP's join",
+            "uneven-batches",
             begin,
+            f"the ranks have {counts} batches in epoch {number}: those with more wait for collectives of the others",
         )
     length, samples = begin["length"], [epoch.samples for epoch in of_ranks]
     if not length or not all(samples) or any(epoch.begin["length"] != length for epoch in of_ranks):
@@ -96,8 +90,4 @@ def _left_out(of_ranks: Sequence[Epoch], number: int) -> Findings:
     seen = set(itertools.chain(*samples))
     missing = length - len(seen)
     if missing >= max(len(of_ranks[0].batches[0]["indices"]) * len(of_ranks), 2) and max(seen) < length:
-        yield Finding(
-            f"{missing} of {length} samples are seen by no rank in epoch {number}",
-            "Let the ranks' parts cover the data set: one sampler with the right number of ranks and rank",
-            begin,
-        )
+        yield Finding("samples-left-out", begin, f"{missing} of {length} samples are seen by no rank in epoch {number}")

@@ -8,35 +8,29 @@ from collections.abc import Sequence
 from ddp.audit.detectors.finding import Finding, Findings
 from ddp.audit.trace import Epoch, Trace, together
 
-CHAPTER = "ddp/README.md, chapter 8"
-
 
 def detect(trace: Trace) -> Findings:
     first = trace.ranks[0]
     for event in first.all("evaluation"):
         if event["training"] and event["random"]:
             yield Finding(
-                f"a forward pass without gradients runs in training mode, though the model has {event['random']}",
-                "Call model.eval() before the evaluation, and model.train() after it",
+                "evaluates-in-training-mode",
                 event,
+                f"a forward pass without gradients runs in training mode, though the model has {event['random']}",
                 0,
             )
     for forward, backward in itertools.pairwise(first.all("forward", "backward")):
         if not forward.get("training", True) and forward["layer"] and backward["kind"] == "backward":
             yield Finding(
-                f"the model trains in evaluation mode, in which {forward['layer']} does nothing, or does not learn",
-                "Call model.train() before each epoch of training",
+                "trains-in-evaluation-mode",
                 forward,
+                f"the model trains in evaluation mode, in which {forward['layer']} does nothing, or does not learn",
                 0,
             )
             break
     for events in together(trace.ranks, "evaluation"):
         if any(event["buffers"] != events[0]["buffers"] for event in events):
-            yield Finding(
-                "the ranks evaluate with different buffers, such as BatchNorm's statistics",
-                "Average them over the ranks before the evaluation, or send rank 0's; or evaluate with the DDP wrapper",
-                events[0],
-            )
+            yield Finding("buffers-differ", events[0])
             break
     for of_ranks in trace.epochs(train=False):
         yield from _samples(of_ranks)
@@ -54,22 +48,22 @@ def _samples(of_ranks: Sequence[Epoch]) -> Findings:
     is_counted = total > covered and sent & {"all_reduce", "reduce"}  # what is gathered may be cut to the right length
     if is_counted and not are_same and all(epoch.samples and epoch.ended for epoch in of_ranks):
         yield Finding(
-            f"the evaluation counts {total} samples, of which {covered} are different: {begin['sampler']} gives some to several ranks",
-            "Evaluate range(rank, n, world_size) on each rank, and sum correct answers and counts over the ranks",
+            "evaluation-counts-twice",
             begin,
+            f"the evaluation counts {total} samples, of which {covered} are different: {begin['sampler']} gives some to several ranks",
         )
     if not part or begin["length"] in (0, part) or not first.ended:
         return
     if are_same and sent:
         yield Finding(
-            f"all ranks evaluate the same {part} of {begin['length']} samples, and the others are left out",
-            "Evaluate range(rank, n, world_size) on each rank, and sum correct answers and counts over the ranks",
+            "evaluates-the-same-part",
             begin,
+            f"all ranks evaluate the same {part} of {begin['length']} samples, and the others are left out",
         )
     if covered > part and not sent:
         yield Finding(
-            f"rank 0 evaluates {part} of {begin['length']} samples, and nothing is summed over the ranks afterwards",
-            "All-reduce the correct answers and the counts, and divide then",
+            "evaluation-not-summed",
             begin,
+            f"rank 0 evaluates {part} of {begin['length']} samples, and nothing is summed over the ranks afterwards",
             0,
         )

@@ -1,51 +1,107 @@
-"""The report of a detector."""
+"""The report of a detector, and the kinds of such reports, which are explained in ddp/audit/findings.md."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
 
 from ddp.audit.trace import Event
+
+PAGE = Path(__file__).parents[1] / "findings.md"
+
+
+class Kind(NamedTuple):
+    """A kind of finding.
+
+    :ivar how: it is seen, and what is not
+    :ivar what: is wrong
+    :ivar cure: what to do
+    :ivar chapter: the page that explains it
+    """
+
+    how: str
+    what: str
+    cure: str
+    chapter: str
+
+
+def _kinds() -> dict[str, Kind]:
+    """The kinds by name, in the order of the page: a heading and text for each detector, and below it one for each name."""
+    kinds = {}
+    for part in PAGE.read_text().split("\n## ")[1:]:
+        detector, *findings = part.split("\n### ")
+        how = " ".join(detector.partition("\n")[2].split())
+        for finding in findings:
+            name, *items = finding.split("\n- ")
+            kinds[name.strip()] = Kind(how, *(" ".join(item.split()[1:]) for item in items))
+    return kinds
+
+
+KINDS = _kinds()
+# How GitHub wants the text of an annotation, and the values before it.
+TEXT = str.maketrans({"%": "%25", "\r": "%0D", "\n": "%0A"})
+VALUE = TEXT | str.maketrans({":": "%3A", ",": "%2C"})
 
 
 @dataclass
 class Finding:
     """Something that is wrong.
 
-    :param text: what is wrong, with the numbers that prove it
-    :param cure: what to do
+    :param name: of its kind
     :param event: at the line that is to blame, in the optimizer step in which it was seen first
+    :param text: what is wrong, with the numbers that prove it; without any, what the page says
     :param rank: the rank on which it was seen; None for all
-    :param chapter: the page that explains it, if that is not the detector's ``CHAPTER``
+    :param cure: what to do, if that is not what the page says
     :param diverges: whether it makes the ranks' weights differ
     :param is_effect: whether ranks that diverge for another reason would show it, too
     :param is_hint: whether nothing is wrong, and the run could be faster or more varied
     """
 
-    text: str
-    cure: str
+    name: str
     event: Event
+    text: str = ""
     rank: int | None = None
-    chapter: str = ""
+    cure: str = ""
     diverges: bool = False
     is_hint: bool = False
     is_effect: bool = False
 
+    def __post_init__(self) -> None:
+        kind = KINDS[self.name]
+        self.text, self.cure, self.chapter = self.text or kind.what, self.cure or kind.cure, kind.chapter
+
     def as_json(self) -> dict[str, object]:
         """The printed text, in parts."""
-        own = {name: getattr(self, name) for name in ("text", "cure", "chapter", "rank", "is_hint")}
-        return {"where": self.where, "step": self.event["step"], **own}
+        own = {name: getattr(self, name) for name in ("name", "where", "text", "cure", "chapter", "rank", "is_hint")}
+        return {"step": self.event["step"], **own}
 
     @property
     def where(self) -> str:
         """``file:line`` in the script."""
         return str(self.event["where"])
 
-    def __str__(self) -> str:
+    @property
+    def place(self) -> tuple[str, str]:
+        """The file, as it is printed, and the line."""
+        file, _, line = self.where.removeprefix(os.getcwd() + os.sep).rpartition(":")
+        return file, line
+
+    @property
+    def message(self) -> str:
         rank = "" if self.rank is None else f"rank {self.rank}, "
-        place = self.where.removeprefix(os.getcwd() + os.sep)
-        return f"{place}: {'hint: ' * self.is_hint}{self.text} ({rank}step {self.event['step']}). {self.cure}. See {self.chapter}"
+        return f"{self.text} ({rank}step {self.event['step']}). {self.cure}. See {self.chapter}"
+
+    def __str__(self) -> str:
+        return f"{':'.join(self.place)}: {'hint: ' * self.is_hint}{self.name}: {self.message}"
+
+    def as_annotation(self) -> str:
+        """The line by which GitHub shows it beside the code."""
+        file, line = (part.translate(VALUE) for part in self.place)
+        level = "warning" if self.is_hint else "error"
+        return f"::{level} file={file},line={line},title={self.name}::{self.message.translate(TEXT)}"
 
 
 Findings = Iterator[Finding]  # what a detector yields

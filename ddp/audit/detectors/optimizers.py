@@ -5,8 +5,6 @@ from __future__ import annotations
 from ddp.audit.detectors.finding import Finding, Findings
 from ddp.audit.trace import Step, Trace
 
-CHAPTER = "ddp/README.md, chapter 4"
-
 
 def detect(trace: Trace) -> Findings:
     by_line: dict[str, list[Step]] = {}
@@ -24,31 +22,19 @@ def _of_line(steps: list[Step]) -> Findings:
     none_has = len(always_without) == len(first["own"]) > 0 and any(step.computed for step in steps)
     last = steps[0].last("backward", "zero_grad")
     if none_has and last.get("kind") == "zero_grad":
-        yield Finding(
-            "zero_grad comes between the backward pass and the optimizer step, which has no gradients then",
-            "Call it after the step, or before the backward pass",
-            last,
-        )
+        yield Finding("zero-grad-before-step", last)
     elif none_has:
         yield Finding(
-            f"none of the optimizer's {len(first['own'])} parameters ever has a gradient: it owns others than the model that is trained",
-            "Build the optimizer after the model is wrapped, sharded, moved and converted, from that model's parameters()",
+            "optimizer-of-other-parameters",
             first,
+            f"none of the optimizer's {len(first['own'])} parameters ever has a gradient: it owns others than the model that is trained",
         )
     elif rest := [step.before for step in steps[1:] if _starts_with_a_rest(step)]:
-        yield Finding(
-            "the gradients of the step before are still in .grad, and are added to this step's",
-            "Call zero_grad once per optimizer step, after it",
-            rest[0],
-        )
+        yield Finding("gradients-not-cleared", rest[0])
     elif len(steps) > 1 and all(
         any(step.before["rates"]) and step.before["parameters"] == step.last("step")["parameters"] for step in steps
     ):
-        yield Finding(
-            "no optimizer step changes any weight, though the learning rate is not 0",
-            "Look for a zero_grad between backward and step, or an optimizer of other parameters",
-            first,
-        )
+        yield Finding("weights-never-change", first)
 
 
 def _starts_with_a_rest(step: Step) -> bool:
@@ -69,7 +55,7 @@ def _owned_by_none(trace: Trace) -> Findings:
     lost = sorted({n for step in steps for one in step.computed for n in one if any(one[n])} - own, key=int)
     if lost:
         yield Finding(
-            f"{len(lost)} parameters have gradients and are in no optimizer: {trace.names.get(lost[0], lost[0])}",
-            "Give the optimizer all parameters, or set requires_grad to False before the model is wrapped",
+            "parameters-in-no-optimizer",
             steps[0].before,
+            f"{len(lost)} parameters have gradients and are in no optimizer: {trace.names.get(lost[0], lost[0])}",
         )

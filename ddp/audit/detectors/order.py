@@ -5,8 +5,6 @@ from __future__ import annotations
 from ddp.audit.detectors.finding import Finding, Findings
 from ddp.audit.trace import Event, RankTrace, Trace, epochs
 
-CHAPTER = "ddp/README.md, chapter 3"
-
 
 def detect(trace: Trace) -> Findings:
     first = trace.ranks[0]
@@ -18,9 +16,9 @@ def detect(trace: Trace) -> Findings:
         if before == number or samples == sorted(samples):
             continue
         yield Finding(
-            f"epoch {number} gives the {len(samples)} samples in the same order as epoch {before}",
-            "Call sampler.set_epoch(epoch) before each epoch; after a resume, with the number that was saved",
+            "same-order",
             training[number].begin,
+            f"epoch {number} gives the {len(samples)} samples in the same order as epoch {before}",
             0,
         )
         return
@@ -37,11 +35,10 @@ def _leftover(first: RankTrace) -> Findings:
         elif event["kind"] == "backward":
             if over and len(left) >= usual:  # a loop that counts on from epoch to epoch takes as many as ever
                 yield Finding(
-                    f"{over} micro-batch{'es' * (over > 1)} at an epoch's end: the gradients enter the next one's first step",
-                    "Take an optimizer step after an epoch's last micro-batch too, or drop the rest of the epoch",
+                    "micro-batches-left-over",
                     left[0],
+                    f"{over} micro-batch{'es' * (over > 1)} at an epoch's end: the gradients enter the next one's first step",
                     0,
-                    chapter="ddp/README.md, chapter 5",
                 )
                 return
             left.append(event)

@@ -5,8 +5,6 @@ from __future__ import annotations
 from ddp.audit.detectors.finding import Finding, Findings
 from ddp.audit.trace import Event, Trace, together
 
-CHAPTER = "ddp/README.md, chapter 3"
-
 
 def detect(trace: Trace) -> Findings:
     yield from _draws(trace)
@@ -32,17 +30,9 @@ def _draws(trace: Trace) -> Findings:
         if count < 2:
             continue  # what is drawn once may be meant for all ranks
         if len({draw["checksum"] for draw in of_line}) == 1:
-            yield Finding(
-                f"each step draws the same numbers here: {what}",
-                "Do not seed with the same number in each step",
-                first,
-            )
+            yield Finding("same-draws-each-step", first, f"each step draws the same numbers here: {what}")
         elif all(draw["is_same"] for draw in of_line):
-            yield Finding(
-                f"all ranks draw the same numbers here: {what} in each of {count} steps",
-                "Seed with seed + rank once the model is built, or use a generator of the rank",
-                first,
-            )
+            yield Finding("same-noise", first, f"all ranks draw the same numbers here: {what} in each of {count} steps")
 
 
 def _forward_passes(trace: Trace) -> Findings:
@@ -50,9 +40,9 @@ def _forward_passes(trace: Trace) -> Findings:
     passes = [one for steps in trace.steps() for one in together(steps, "forward") if one[0]["drawn_from"] is not None]
     if len(passes) > 1 and trace.world_size > 1 and all(len({e["drawn_from"] for e in one}) == 1 for one in passes):
         yield Finding(
-            f"all ranks draw the same random numbers in all of {len(passes)} forward passes, so dropout drops the same units",
-            "Seed with seed + rank once the model is built",
+            "same-dropout",
             passes[0][0],
+            f"all ranks draw the same random numbers in all of {len(passes)} forward passes, so dropout drops the same units",
             is_hint=True,
         )
     drawn: dict[int, Event] = {}
@@ -60,9 +50,7 @@ def _forward_passes(trace: Trace) -> Findings:
         before = drawn.setdefault(event["drawn_from"], event)
         if before["step"] != event["step"]:
             yield Finding(
-                f"this forward pass draws the random numbers of step {before['step']} again",
-                "Do not seed with the same number again: seed once, or with the number of the step",
-                event,
+                "dropout-repeats", event, f"this forward pass draws the random numbers of step {before['step']} again"
             )
             return
 
@@ -84,10 +72,9 @@ def _workers(trace: Trace) -> Findings:
         same = max(starts.values(), key=len, default=[])
         if len(same) > 1:
             yield Finding(
-                f"{len(same)} loader workers draw the same numbers: {why}",
-                "Make the generator in __getitem__ from (seed, epoch, index), or let worker_init_fn use torch.initial_seed()",
+                "same-crops",
                 iterated[0],
-                chapter="dataloading/README.md, chapter 7",
-                is_hint=held == "worker" and len(set(same)) == len(same),  # those of other ranks: on other samples
+                f"{len(same)} loader workers draw the same numbers: {why}",
+                is_hint=held == "worker" and len(set(same)) == len(same),
             )
             return

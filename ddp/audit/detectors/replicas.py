@@ -5,8 +5,6 @@ from __future__ import annotations
 from ddp.audit.detectors.finding import Finding, Findings
 from ddp.audit.trace import Step, Trace
 
-CHAPTER = "ddp/README.md, chapter 4"
-
 
 def detect(trace: Trace) -> Findings:
     for steps in trace.steps():
@@ -16,9 +14,9 @@ def detect(trace: Trace) -> Findings:
         for kind, when in (("before_step", "before"), ("step", "after")):
             for number in sorted(differing(steps, kind).intersection(*computed), key=int):
                 yield Finding(
-                    f"the ranks' weights differ {when} this optimizer step, {trace.names.get(number, number)} among them",
-                    "Start from the same weights (DDP sends rank 0's), average the gradients, and let all ranks step alike",
+                    "weights-differ",
                     steps[0].before,
+                    f"the ranks' weights differ {when} this optimizer step, {trace.names.get(number, number)} among them",
                     is_effect=True,
                 )
                 return
@@ -26,9 +24,9 @@ def detect(trace: Trace) -> Findings:
     fewest, most = counts.index(min(counts)), counts.index(max(counts))
     if fewest != most and not any(rank.all("join") for rank in trace.ranks):
         yield Finding(
-            f"rank {fewest} took {min(counts)} optimizer steps and rank {most} took {max(counts)}",
-            "Let every rank take each step: give all the same number of batches, or use DDP's join",
+            "step-counts-differ",
             trace.ranks[most].steps[-1].before,
+            f"rank {fewest} took {min(counts)} optimizer steps and rank {most} took {max(counts)}",
             fewest,
             diverges=True,
             is_effect=True,

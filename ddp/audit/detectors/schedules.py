@@ -7,7 +7,6 @@ from collections import Counter
 from ddp.audit.detectors.finding import Finding, Findings
 from ddp.audit.trace import Trace, epochs, together
 
-CHAPTER = "ddp/README.md, chapter 6"
 LONG = 10  # optimizer steps of a script without loaders
 
 
@@ -18,9 +17,9 @@ def detect(trace: Trace) -> Findings:
         often = [event for event in step.all("schedule") if counts[event["where"], event["id"]] == ranks > 1]
         if often:
             yield Finding(
-                f"the schedule takes {ranks} steps for one optimizer step, so it runs {ranks} times too fast",
-                "Step it once per optimizer step, on each rank alike: the number of ranks does not matter",
+                "scheduler-of-each-process",
                 often[0],
+                f"the schedule takes {ranks} steps for one optimizer step, so it runs {ranks} times too fast",
             )
             break
     loaders = first.all("epoch")
@@ -30,9 +29,9 @@ def detect(trace: Trace) -> Findings:
     for event in first.all("schedule_made", "average_made"):
         if is_long and event["optimizer"] not in stepped:
             yield Finding(
-                f"neither this {event['schedule']} nor another of its optimizer is ever stepped or updated",
-                "Call its step(), or update_parameters(), once per epoch or optimizer step, as it is meant",
+                "schedule-never-stepped" if event["kind"] == "schedule_made" else "average-never-updated",
                 event,
+                f"neither this {event['schedule']} nor another of its optimizer is ever stepped or updated",
                 # It may be meant for later than this run ends.
                 is_hint=event["kind"] == "average_made" or not loaders,
             )
@@ -40,10 +39,10 @@ def detect(trace: Trace) -> Findings:
         metrics = [event["metric"] for event in events]
         if len(set(metrics)) > 1:
             yield Finding(
+                "schedule-decides-by-rank",
+                events[0],
                 f"{events[0]['schedule']} decides on each rank by the rank's own value: {metrics[0]:.4g} on rank 0, {metrics[1]:.4g} on "
                 "rank 1",
-                "All-reduce what a decision depends on, so that all ranks decide alike",
-                events[0],
                 diverges=True,
             )
             return
@@ -51,9 +50,6 @@ def detect(trace: Trace) -> Findings:
         rates = [step.before["rates"] for step in steps]
         if min(rates) != max(rates):
             yield Finding(
-                f"the ranks use different learning rates: {rates}",
-                "Let the rate depend on nothing but the step",
-                steps[0].before,
-                diverges=True,
+                "rates-differ", steps[0].before, f"the ranks use different learning rates: {rates}", diverges=True
             )
             return

@@ -15,7 +15,6 @@ from ddp.audit.detectors.averages import factor_of
 from ddp.audit.detectors.finding import Finding, Findings
 from ddp.audit.trace import Event, Step, Trace
 
-CHAPTER = "ddp/README.md, chapter 5"
 equal = functools.partial(math.isclose, rel_tol=1e-3)
 
 
@@ -49,10 +48,10 @@ def _of_step(steps: list[Step]) -> Findings:
         low, high = losses[0], losses[-1]
         if low["terms"] != high["terms"] and not equal(low["weight"], high["weight"]):
             yield Finding(
+                "mean-of-means",
+                high,
                 f"a mean of means: a term of the loss weighs {high['weight']:.3g} in a micro-batch of {high['terms']} terms on rank "
                 f"{high['rank']}, and {low['weight']:.3g} in one of {low['terms']} on rank {low['rank']}",
-                "Divide the sum of the losses by the number of terms in the global batch, over all ranks and micro-batches",
-                high,
             )
             return
         total = sum(loss["weight"] * loss["terms"] for loss in losses) / ranks
@@ -68,10 +67,10 @@ def _of_step(steps: list[Step]) -> Findings:
         # A batch was gathered from all ranks. Each rank's loss is that of the global batch, and leads to its own part of the gradient.
         if equal(together, 1):
             yield Finding(
+                "gathered-without-gradient",
+                of_least,
                 f"the gradient is too small by a factor of {ranks}: each rank computes the loss of the gathered batch, and gets the "
                 "gradient of its own part; the parts should be added, and DDP averages them",
-                "Multiply the loss by the number of ranks",
-                of_least,
             )
         return
     # A loss may have a coefficient. So only what all losses of a step have in common is wrong.
@@ -81,20 +80,20 @@ def _of_step(steps: list[Step]) -> Findings:
     least, together = least * got, together * got
     if least > 1.5 and equal(least, round(least)) and passes % round(least) == 0:
         yield Finding(
-            f"the loss is not divided by the {passes} micro-batches of a step: the weights of all terms sum to {least:.3g} and not to 1",
-            f"Divide each micro-batch's mean loss by {passes}",
+            "loss-not-divided",
             of_least,
+            f"the loss is not divided by the {passes} micro-batches of a step: the weights of all terms sum to {least:.3g} and not to 1",
         )
     elif ranks > 1 and equal(together, 1 / ranks):
         yield Finding(
-            f"the weights of all terms sum to {together:.3g}, which is 1 / the number of ranks",
-            "DDP divides by the number of ranks: do not divide the loss by it, and multiply by it if you divide by a count of all ranks",
+            "loss-divided-by-ranks",
             of_least,
+            f"the weights of all terms sum to {together:.3g}, which is 1 / the number of ranks",
             is_hint=True,
         )
     elif ranks > 1 and (equal(least, ranks) or equal(least, ranks * passes)):
         yield Finding(
-            f"the weights of all terms sum to {least:.3g} and not to 1: the loss is multiplied by the number of ranks",
-            "DDP divides by the number of ranks: weigh each term by 1 / the terms of the global batch x ranks, no more",
+            "loss-multiplied-by-ranks",
             of_least,
+            f"the weights of all terms sum to {least:.3g} and not to 1: the loss is multiplied by the number of ranks",
         )

@@ -21,7 +21,7 @@ test = samples(21)
 model, optimizer = ddp_and_sgd()
 train(model, optimizer, batches())
 exact = range(rank, len(test), ranks)
-loader = DataLoader(test, sampler=DistributedSampler[int](test) if BROKEN else exact)  # named by the audit
+loader = DataLoader(test, sampler=DistributedSampler[int](test) if BROKEN else exact)  # audit: evaluation-counts-twice
 counts = torch.zeros(2)
 with torch.no_grad():
     for inputs, labels in loader:

@@ -27,6 +27,6 @@ class Records(IterableDataset[tuple[torch.Tensor, ...]]):
 start()
 records = samples(64)
 model, optimizer = ddp_and_sgd()
-batches = list(DataLoader(Records(), batch_size=4, num_workers=2))  # named by the audit
+batches = list(DataLoader(Records(), batch_size=4, num_workers=2))  # audit: read-by-all
 train(model, optimizer, batches)
 finish("how often a record was read", sum(gathered(len(inputs) for inputs, _ in batches)) / 64)

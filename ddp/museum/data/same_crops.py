@@ -28,7 +28,7 @@ model, optimizer = ddp_and_sgd(outputs=100)
 drawn: set[tuple[int, ...]] = set()
 for epoch in range(3):
     sampler.set_epoch(epoch)
-    batches = list(DataLoader(dataset, batch_size=8, sampler=sampler, num_workers=2))  # named by the audit
+    batches = list(DataLoader(dataset, batch_size=8, sampler=sampler, num_workers=2))  # audit: same-crops
     train(model, optimizer, batches)  # the network learns from which place a crop is
     drawn |= {tuple(places.tolist()) for _, places in batches}
 finish("distinct batches of crops, of 24", len(set(gathered(drawn))))

@@ -19,7 +19,7 @@ model, optimizer = ddp_and_sgd(outputs=8)
 torch.manual_seed(1 if BROKEN else 1 + rank)  # The model is built; only noise is drawn from here on.
 drawn = set()
 for clean, _ in batches():
-    time, noise = torch.rand(16, 1), torch.randn(16, 8)  # named by the audit
+    time, noise = torch.rand(16, 1), torch.randn(16, 8)  # audit: same-noise
     F.mse_loss(model(clean + time * noise), noise).backward()
     optimizer.step()
     optimizer.zero_grad()

@@ -15,7 +15,7 @@ from ddp.museum.exhibit import BROKEN, ddp_and_sgd, finish, samples, start, trai
 start()
 dataset = samples(64)
 sampler = DistributedSampler[int](dataset)
-loader = DataLoader(dataset, batch_size=8, sampler=sampler)  # named by the audit
+loader = DataLoader(dataset, batch_size=8, sampler=sampler)  # audit: same-order
 model, optimizer = ddp_and_sgd()
 orders = set()
 for epoch in range(4):

@@ -23,7 +23,7 @@ seen: list[int] = []
 for epoch in range(4):
     sampler.set_epoch(epoch)
     generator = torch.Generator().manual_seed(epoch)  # alike on all ranks: they draw one order together
-    weighted = WeightedRandomSampler(weights, 96, generator=generator)  # named by the audit
+    weighted = WeightedRandomSampler(weights, 96, generator=generator)  # audit: weights-vanish
     share = sampler if BROKEN else list(weighted)[rank::ranks]
     train(model, optimizer, DataLoader(dataset, batch_size=8, sampler=share))
     seen += share

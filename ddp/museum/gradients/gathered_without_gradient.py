@@ -27,7 +27,7 @@ for samples in torch.randn(160, 2, 8).split(16):  # the data set is the same on 
     dist.all_gather(gathered, own.detach())
     gathered[rank] = own
     queries, keys = torch.cat(gathered).unbind(1)
-    loss = F.cross_entropy(queries @ keys.T, torch.arange(16))  # named by the audit
+    loss = F.cross_entropy(queries @ keys.T, torch.arange(16))  # audit: gathered-without-gradient
     optimizer.zero_grad()
     (loss if BROKEN else loss * ranks).backward()
     error = gradient_error(model, alone)

@@ -25,7 +25,7 @@ for inputs in torch.randn(640, 8).split(64):  # the data set is the same on all 
         optimizer.zero_grad()
     for micro_step, share in enumerate(inputs[rank::ranks].chunk(4)):
         if BROKEN:
-            optimizer.zero_grad()  # named by the audit
+            optimizer.zero_grad()  # audit: last-micro-batch-only
         with nullcontext() if micro_step == 3 else model.no_sync():
             (F.mse_loss(model(share), share[:, :2]) / 4).backward()
     error = gradient_error(model, alone)

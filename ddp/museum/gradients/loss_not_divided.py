@@ -24,7 +24,7 @@ for inputs in torch.randn(640, 8).split(64):  # the data set is the same on all 
     optimizer.zero_grad()
     for micro_step, share in enumerate(inputs[rank::ranks].chunk(4)):
         with nullcontext() if micro_step == 3 else model.no_sync():
-            loss = F.mse_loss(model(share), share[:, :2])  # named by the audit
+            loss = F.mse_loss(model(share), share[:, :2])  # audit: loss-not-divided
             (loss if BROKEN else loss / 4).backward()
     error = gradient_error(model, alone)
     optimizer.step()

@@ -29,7 +29,7 @@ for tokens in torch.randn(320, 8).split(32):  # the data set is the same on all 
         dist.all_reduce(count)
         count /= ranks  # DDP divides by the world size too
     optimizer.zero_grad()
-    (F.cross_entropy(model(inputs), labels, reduction="sum") / count).backward()  # named by the audit
+    (F.cross_entropy(model(inputs), labels, reduction="sum") / count).backward()  # audit: mean-of-means
     error = gradient_error(model, alone)
     optimizer.step()
 finish("relative error of the last gradient, compared with one process", error)

@@ -21,7 +21,7 @@ for inputs, _ in batches():
     F.mse_loss(model(inputs), 100 * inputs[:, :2]).backward()
     square = gradient_norm(model.parameters()) ** 2
     if BROKEN:
-        dist.all_reduce(square)  # named by the audit
+        dist.all_reduce(square)  # audit: norm-summed-twice
     torch.nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, square.sqrt())
     optimizer.step()
 finish("norm of the last gradient, clipped at 1", gradient_norm(model.parameters()).item())

@@ -23,7 +23,7 @@ for inputs, labels in batches():
     scaler.scale(loss).backward()
     if not BROKEN:
         scaler.unscale_(optimizer)
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)  # named by the audit
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)  # audit: scaled-clipping
     scaler.step(optimizer)
     scaler.update()
 finish("norm of the last gradient, clipped at 0.1", gradient_norm(model.parameters()).item())

@@ -16,7 +16,7 @@ from ddp.museum.exhibit import BROKEN, batches, ddp_and_sgd, finish, spread, sta
 start()
 model, optimizer = ddp_and_sgd()
 for inputs, labels in batches():
-    outputs = model.module(inputs) if BROKEN else model(inputs)  # named by the audit
+    outputs = model.module(inputs) if BROKEN else model(inputs)  # audit: around-the-wrapper
     F.cross_entropy(outputs, labels).backward()
     optimizer.step()
     optimizer.zero_grad()

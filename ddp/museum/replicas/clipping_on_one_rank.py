@@ -20,7 +20,7 @@ for inputs, labels in batches():
     F.cross_entropy(model(inputs), labels).backward()
     clips = rank == 0 if BROKEN else True
     if clips:
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)  # named by the audit
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)  # audit: clipping-on-one-rank
     optimizer.step()
     optimizer.zero_grad()
 finish("largest difference of a weight between ranks", spread(model))

@@ -20,7 +20,7 @@ for number, (inputs, labels) in enumerate(batches(40)):
         model.require_backward_grad_sync = is_last
     loss = F.cross_entropy(model(inputs), labels) / 4
     if BROKEN:
-        model.require_backward_grad_sync = is_last  # named by the audit
+        model.require_backward_grad_sync = is_last  # audit: flag-after-forward
     loss.backward()
     if is_last:
         optimizer.step()

@@ -19,7 +19,7 @@ network = torch.nn.Linear(8, 2)
 model = DistributedDataParallel(network).double() if BROKEN else DistributedDataParallel(network.double())
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 for inputs, labels in batches():
-    F.cross_entropy(model(inputs.double()), labels).backward()  # named by the audit
+    F.cross_entropy(model(inputs.double()), labels).backward()  # audit: hooks-lost
     optimizer.step()
     optimizer.zero_grad()
 finish("largest difference of a weight between ranks", spread(model))

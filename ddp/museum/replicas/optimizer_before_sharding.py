@@ -27,6 +27,6 @@ for _ in range(10):
     loss = F.cross_entropy(model(inputs), labels)
     optimizer.zero_grad()
     loss.backward()
-    optimizer.step()  # named by the audit
+    optimizer.step()  # audit: optimizer-of-other-parameters
     losses.append(loss.item())
 finish("steps that did not change the loss, of 9", losses[1:].count(losses[0]))

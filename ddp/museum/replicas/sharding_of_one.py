@@ -25,6 +25,6 @@ model = FSDP(network, None, ShardingStrategy.HYBRID_SHARD, device_mesh=mesh, dev
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 for inputs, labels in batches():
     F.cross_entropy(model(inputs), labels).backward()
-    optimizer.step()  # named by the audit
+    optimizer.step()  # audit: different-gradients
     optimizer.zero_grad()
 finish("largest difference of an output between ranks", spread_of(model(torch.eye(8)).detach()))

@@ -21,7 +21,7 @@ network = torch.nn.Linear(8, 2)
 network.weight = torch.nn.Parameter(torch.randn(2, 16)[:, ::2])  # every second input of a larger layer
 for parameter in network.parameters():
     weights = parameter.detach() if BROKEN else parameter.detach().contiguous()
-    dist.broadcast(weights, src=0)  # named by the audit
+    dist.broadcast(weights, src=0)  # audit: strided-tensor
     parameter.data.copy_(weights)
 model = DistributedDataParallel(network, init_sync=False)  # the weights are sent already
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

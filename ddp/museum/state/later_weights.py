@@ -22,7 +22,7 @@ disk, writer = Event(), ThreadPoolExecutor(1)
 
 def write(weights: dict[str, torch.Tensor], path: Path) -> None:
     disk.wait()  # The disk is slow.
-    torch.save(weights, path)  # named by the audit
+    torch.save(weights, path)  # audit: later-weights
 
 
 rank, ranks = start()

@@ -27,7 +27,7 @@ with shared_folder() as folder:
             model.load_state_dict(weights)
         sampler.set_epoch(epoch)
         orders.add(tuple(sampler))
-        train(model, optimizer, DataLoader(dataset, batch_size=8, sampler=sampler))  # named by the audit
+        train(model, optimizer, DataLoader(dataset, batch_size=8, sampler=sampler))  # audit: same-order
         if rank == 0:
             state = (model.state_dict(), 0 if BROKEN else epoch + 1)  # the epoch to resume with
             torch.save(state, folder / "state.pt")

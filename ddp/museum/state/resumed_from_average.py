@@ -24,7 +24,7 @@ with shared_folder() as folder:
         trained = deepcopy(model.state_dict())
         model.module.load_state_dict(average.module.state_dict())  # for an evaluation, which is left out here
         weights = model.state_dict() if BROKEN else trained
-        torch.save((weights, average.state_dict(), optimizer.state_dict(), epoch + 1), file)  # named by the audit
+        torch.save((weights, average.state_dict(), optimizer.state_dict(), epoch), file)  # audit: resumed-from-average
         saved, *_ = torch.load(file)  # the job stopped, and resumes (plain SGD has no state to load)
         model.load_state_dict(saved)
 finish("distance of the saved weights", torch.dist(saved["module.weight"], trained["module.weight"]).item())

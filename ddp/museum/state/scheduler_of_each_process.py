@@ -25,5 +25,5 @@ for inputs, labels in batches(20):
     optimizer.step()
     optimizer.zero_grad()
     for _ in range(ranks if BROKEN else 1):
-        scheduler.step()  # named by the audit
+        scheduler.step()  # audit: scheduler-of-each-process
 finish("steps with a learning rate of zero, of 20", idle)

@@ -48,7 +48,7 @@ def test_a_script_that_spawns_its_ranks_is_watched_too(tmp_path: Path) -> None:
     done = audit("--", script, tmp_path / "store")
     line = next(n for n, text in enumerate(script.read_text().splitlines(), 1) if "# around" in text)
     assert done.returncode == 1, done.stdout + done.stderr
-    assert f"{script}:{line}: the forward pass goes around the DDP wrapper" in done.stdout
+    assert f"{script}:{line}: around-the-wrapper: the forward pass goes around the DDP wrapper" in done.stdout
 
 
 @pytest.mark.examples

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from ddp.audit.names import NAMED
 from ddp.museum.__main__ import FOLDER, exhibits, page
 from tests.ddp.audit.forked import judge
 from tests.support.launch import run_command
 
 MOST_LINES = 40
-NAMED = "# named by the audit"  # in the line that it names
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 puts other parentheses into the code of the diffs")
@@ -47,8 +47,9 @@ def test_an_unknown_exhibit_is_a_user_error() -> None:
 @pytest.mark.parametrize("name", exhibits())
 def test_the_audit_finds_the_bug_and_nothing_else(tmp_path: Path, name: str) -> None:
     path = exhibits()[name]
-    named = [f"{path}:{n}" for n, line in enumerate(path.read_text().splitlines(), 1) if line.endswith(NAMED)]
+    lines = enumerate(path.read_text().splitlines(), 1)
+    named = [(f"{path}:{n}", line.partition(NAMED)[2]) for n, line in lines if NAMED in line]
     findings = judge(tmp_path, path)
     assert len(named) == 1
-    assert [finding.where for finding in findings] == named, findings
+    assert [(finding.where, finding.name) for finding in findings] == named, findings
     assert judge(tmp_path, path, "--right") == []

@@ -1,0 +1,203 @@
+"""One audit from beginning to end: it runs a script on ranks, judges what they did, and runs the script again in other ways."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from common.cli import option
+from common.errors import UsageError
+from common.foreign_script.run import Outcome
+from ddp.audit import launch
+from ddp.audit.detectors import find
+from ddp.audit.detectors.finding import Finding
+from ddp.audit.names import is_ignored, require_ignored
+from ddp.audit.trace import Trace, read
+from ddp.audit.vary import KINDS, RUN, Variation, plan, vary
+
+OUTPUT_LINES = 20  # of a variation that fails
+
+
+@dataclass(frozen=True)
+class AuditConfig:
+    """Settings of ``ddp.audit``."""
+
+    ranks: int = option(2, "ranks on which the script runs", minimum=1, maximum=64)
+    quick: bool = option(False, "look closely only at the first 8 steps, and every 16th after them")
+    timeout: float = option(600.0, "seconds after which the script counts as hanging", above=0)
+    ignore: tuple[str, ...] = option((), "findings to leave out, each as NAME, NAME:FILE or NAME:FILE:LINE")
+    vary: tuple[str, ...] = option(
+        (), "run it again: as it is, on other ranks, with micro-steps, killed and resumed", choices=KINDS
+    )
+    batch_flag: str = option(
+        None,
+        "the script's flag for the batch of a rank and micro-step, without dashes; leave it out if the batch is global",
+    )
+    accumulation_flag: str = option(None, "the script's flag for its micro-steps, without dashes; for micro-steps")
+    resume_flag: str = option(None, "a switch with which the script goes on, without dashes; for resume")
+    json: Path = option(None, "file for the findings")
+    format: str = option("text", "how findings are printed; github: as annotations", choices=("text", "github"))
+    explain: str = option(None, "print what the finding of this name is, and what to do; nothing is run")
+
+
+@dataclass
+class Report:
+    """The result of an audit.
+
+    :ivar unjudged: why the run cannot be judged, if it cannot
+    :ivar ignored: what the user leaves out
+    """
+
+    outcome: Outcome
+    unjudged: str | None
+    findings: list[Finding] = field(default_factory=list)
+    ignored: list[Finding] = field(default_factory=list)
+    variations: list[Variation] = field(default_factory=list)
+
+    def wrong(self) -> list[Finding]:
+        """The findings that are no hints.
+
+        :raises UsageError: if the script could not be judged
+        """
+        if self.unjudged:
+            raise UsageError(self.unjudged)
+        wrong = [finding for finding in self.findings if not finding.is_hint]
+        if not wrong and not all(variation.is_judged for variation in self.variations):
+            raise UsageError("the script did not run in every way that was asked for; see above")
+        return wrong
+
+    def as_json(self) -> dict[str, object]:
+        return {
+            "seconds": self.outcome.seconds,
+            "findings": [finding.as_json() for finding in self.findings],
+            "ignored": [finding.as_json() for finding in self.ignored],
+            "variations": [variation.as_json() for variation in self.variations],
+        }
+
+
+def check(*script: str | Path, **settings: Any) -> None:
+    """Audit a script in a test: ``check("train.py", "--epochs", "2", ranks=3)``.
+
+    :param script: its path, or ``-m`` and a module, and its arguments
+    :param settings: flags of the command, such as ``vary=("resume",)``
+    :raises AssertionError: with a line for each finding that is no hint
+    :raises UsageError: if the script cannot be judged, and why
+    """
+    if wrong := audit(AuditConfig(**settings), list(map(str, script)), lambda _: None).wrong():
+        raise AssertionError("\n".join(map(str, wrong)))
+
+
+def audit(config: AuditConfig, script: Sequence[str], say: Callable[[object], object]) -> Report:
+    """Run a script, and what is asked for besides.
+
+    :param say: gets each line to print, as soon as it is known
+    :raises UsageError: without a script that can be run, or if the settings do not suit it
+    """
+    require_script(script)
+    require_ignored(config.ignore, Path(script[0]))
+    flags = (flag and flag.lstrip("-") for flag in (config.batch_flag, config.accumulation_flag, config.resume_flag))
+    plans = plan(config.vary, script, config.ranks, *flags)
+    with tempfile.TemporaryDirectory() as folder:
+        trace, outcome = _run(config, Path(folder), script, config.ranks)
+    found = find(trace) if trace.ranks else []
+    report = Report(outcome, _why_unjudged(trace, outcome))
+    for finding in found:
+        _add(report, finding, config)
+    say(_summary(trace, report))
+    for finding in report.findings:
+        say(_line(finding, config))
+    for variation in vary([] if report.unjudged else plans, trace, functools.partial(_run_again, config)):
+        report.variations.append(variation)
+        if variation.finding and _add(report, variation.finding, config):
+            say(_line(variation.finding, config))
+        else:
+            say(f"{variation.what}: {variation.text}")
+    return report
+
+
+def _add(report: Report, finding: Finding, config: AuditConfig) -> bool:
+    """Whether a finding is not ignored."""
+    is_left_out = is_ignored(finding, config.ignore)
+    (report.ignored if is_left_out else report.findings).append(finding)
+    return not is_left_out
+
+
+def _line(finding: Finding, config: AuditConfig) -> str:
+    return finding.as_annotation() if config.format == "github" else str(finding)
+
+
+def _run(
+    config: AuditConfig,
+    folder: Path,
+    script: Sequence[str],
+    ranks: int,
+    kill_at: int | None = None,
+    output: Path | None = None,
+) -> tuple[Trace, Outcome]:
+    """Run the script with this folder of the run, and read what its ranks have written down."""
+    arguments = [argument.replace(RUN, os.fspath(folder)) for argument in script]
+    with tempfile.TemporaryDirectory(prefix="ddp-audit-") as name:
+        events = Path(name)
+        outcome = launch.run(arguments, ranks, events, config.timeout, config.quick, kill_at, output)
+        return read(events), outcome
+
+
+def _run_again(config: AuditConfig, folder: Path, script: Sequence[str], ranks: int, kill_at: int | None) -> Trace:
+    """:raises UsageError: if the script fails, which it did not before"""
+    with tempfile.NamedTemporaryFile("r") as output:
+        trace, outcome = _run(config, folder, script, ranks, kill_at, Path(output.name))
+        if outcome.status != 0 and not kill_at:
+            own, *_ = output.read().partition("torch/distributed/elastic")  # torchrun's report follows
+            sys.stderr.write("".join(own.splitlines(keepends=True)[-OUTPUT_LINES:-1]))
+            raise UsageError(f"{' '.join(script)} {'hangs' if outcome.status is None else 'fails'}")
+        return trace
+
+
+def require_script(script: Sequence[str]) -> None:
+    """:raises UsageError: without a script that can be run"""
+    if not script:
+        raise UsageError("which script? python -m ddp.audit -- train.py ARGUMENTS (with -- before it)")
+    if "RANK" in os.environ:
+        raise UsageError("this runs under torchrun already (RANK is set): the audit starts the script's ranks itself")
+    if script[0] != "-m" and not Path(script[0]).is_file():
+        raise UsageError(f"{script[0]}: there is no such script")
+
+
+def _summary(trace: Trace, report: Report) -> str:
+    steps = [len(rank.steps) for rank in trace.ranks]
+    epochs = [len(rank.all("epoch")) for rank in trace.ranks]
+    return (
+        f"{trace.world_size} ranks, {max(steps, default=0)} optimizer steps, {max(epochs, default=0)} iterations over loaders, "
+        f"{report.outcome.seconds:.1f} s" + (f", findings ignored: {len(report.ignored)}" if report.ignored else "")
+    )
+
+
+def _why_unjudged(trace: Trace, outcome: Outcome) -> str | None:
+    """Why a run cannot be judged, if it cannot."""
+    if trace.errors:
+        return f"the audit itself failed: {trace.errors[0]}"
+    if outcome.status is None:
+        return f"the script did not end within {outcome.seconds:.0f} s: {'; '.join(map(_innermost, outcome.stacks))}"
+    if outcome.status:
+        return f"the script failed with exit status {outcome.status}; its own output is above"
+    if not trace.ranks:
+        return "the script never made a process group: it calls no init_process_group"
+    if trace.world_size < 2:
+        return "the script ran on one rank: most of what can be wrong needs two, so give --ranks 2"
+    if not any(rank.steps for rank in trace.ranks):
+        passes = sum(len(rank.all("backward")) for rank in trace.ranks)
+        return f"the script took no optimizer step of torch.optim ({passes} backward passes were seen)"
+    return None
+
+
+def _innermost(stack: str) -> str:
+    """The line of the script in a stack that faulthandler wrote, with the rank."""
+    rank, *frames = stack.splitlines() or [""]
+    own = [frame.strip() for frame in frames if frame.strip().startswith("File") and "site-packages" not in frame]
+    return f"rank {rank} is at {own[0] if own else 'an unknown place'}"
