@@ -5,7 +5,13 @@ from __future__ import annotations
 from ddp.audit.detectors.finding import Finding, Findings
 from ddp.audit.trace import Trace
 
-WRONG_WITH_GAPS = ("broadcast", "reduce", "reduce_scatter_tensor")
+WRONG_WITH_GAPS = (
+    "broadcast",
+    "reduce",
+    "all_reduce",
+    "scatter",
+    "all_to_all_single",
+)  # tried with torch 2.11 and 2.14
 
 
 def detect(trace: Trace) -> Findings:

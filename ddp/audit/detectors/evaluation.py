@@ -44,7 +44,7 @@ def _samples(of_ranks: Sequence[Epoch]) -> Findings:
     begin, part = first.begin, len(set(samples[0]))
     total, covered = sum(map(len, samples)), len(set(itertools.chain(*samples)))
     are_same = min(samples) == max(samples)
-    sent = {event["name"] for event in first.after if event["kind"] == "collective"} - {"barrier"}
+    sent = {event["name"] for event in first.after if event["kind"] == "collective"} - {"barrier", "monitored_barrier"}
     is_counted = total > covered and sent & {"all_reduce", "reduce"}  # what is gathered may be cut to the right length
     if is_counted and not are_same and all(epoch.samples and epoch.ended for epoch in of_ranks):
         yield Finding(

@@ -2,39 +2,34 @@
 
 from __future__ import annotations
 
+from types import FunctionType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .events import Call, Look, called_by_script, emit, watch, where
+from .events import Call, Look, called_by_script, emit, frames, watch, where
 from .tensors import are_parameters, find_tensors
 
-NAMES = (
-    "all_reduce",
-    "reduce",
-    "broadcast",
-    "all_gather",
-    "all_gather_into_tensor",
-    "all_gather_object",
-    "gather",
-    "gather_object",
-    "broadcast_object_list",
-    "reduce_scatter_tensor",
-    "all_to_all",
-    "barrier",
-)
+WORDS = ("reduce", "gather", "scatter", "broadcast", "all_to_all", "barrier")
+# All that this torch has, by old and new names; the object reduce_op would warn if it were asked for its class.
+NAMES = [
+    name for name, value in vars(dist).items() if type(value) is FunctionType and any(word in name for word in WORDS)
+]
 _gathered: list[tuple[Any, bool, str]] = []  # lists that an all_gather has filled with tensors that lead nowhere
 
 
 @watch(dist, *NAMES)
 def collective(call: Call) -> Look:
-    name, args = call.function.__name__, call.args
-    scalars = [one for one in args[:1] if isinstance(one, Tensor) and one.numel() == 1 and one.device.type == "cpu"]
+    """Those of FSDP are left out: they are parts of the model's passes."""
+    name, arguments = call.function.__name__, [*call.args, *call.kwargs.values()]
+    if any(str(frame.f_globals.get("__name__")).startswith("torch.distributed.fsdp") for frame in frames()):
+        return
+    scalars = [one for one in [call.get("tensor")] if isinstance(one, Tensor) and one.numel() == 1 and one.is_cpu]
     before = [scalar.item() for scalar in scalars]
     yield
-    found = [tensor for tensor in find_tensors(args) if tensor.numel()]
+    found = [tensor for tensor in find_tensors(arguments) if tensor.numel()]
     # HACK: the private task id tells that a backward pass runs. If torch renames it, the audited script ends with AttributeError.
     if name == "all_gather" and called_by_script():
         _gathered.append((call.get("tensor_list"), call.get("tensor").requires_grad, where()))
