@@ -15,7 +15,7 @@ from common.cli import option
 from common.errors import UsageError
 from common.foreign_script.run import Outcome
 from ddp.audit import launch
-from ddp.audit.detectors import find
+from ddp.audit.detectors import find, unjudged
 from ddp.audit.detectors.finding import Finding
 from ddp.audit.names import is_ignored, require_ignored
 from ddp.audit.trace import Trace, read
@@ -51,11 +51,13 @@ class Report:
     """The result of an audit.
 
     :ivar unjudged: why the run cannot be judged, if it cannot
+    :ivar partly: why detectors judged nothing of what they look at, a line each
     :ivar ignored: what the user leaves out
     """
 
     outcome: Outcome
     unjudged: str | None
+    partly: list[str]
     findings: list[Finding] = field(default_factory=list)
     ignored: list[Finding] = field(default_factory=list)
     variations: list[Variation] = field(default_factory=list)
@@ -77,6 +79,7 @@ class Report:
             "seconds": self.outcome.seconds,
             "findings": [finding.as_json() for finding in self.findings],
             "ignored": [finding.as_json() for finding in self.ignored],
+            "not_judged": self.partly,
             "variations": [variation.as_json() for variation in self.variations],
         }
 
@@ -106,10 +109,12 @@ def audit(config: AuditConfig, script: Sequence[str], say: Callable[[object], ob
     with tempfile.TemporaryDirectory() as folder:
         trace, outcome = _run(config, Path(folder), script, config.ranks)
     found = find(trace) if trace.ranks else []
-    report = Report(outcome, _why_unjudged(trace, outcome))
+    why = _why_unjudged(trace, outcome)
+    report = Report(outcome, why, [] if why else unjudged(trace))
     for finding in found:
         _add(report, finding, config)
-    say(_summary(trace, report))
+    for line in (_summary(trace, report), *report.partly):
+        say(line)
     for finding in report.findings:
         say(_line(finding, config))
     for variation in vary([] if report.unjudged else plans, trace, functools.partial(_run_again, config)):

@@ -43,6 +43,22 @@ DETECTORS = (
 )
 
 
+def unjudged(trace: Trace) -> list[str]:
+    """A line for each detector that could judge none of the optimizer steps, and why."""
+    taken = len(trace.ranks[0].steps)
+    if taken and not any(trace.steps()):
+        under_join = any(rank.all("join") for rank in trace.ranks)
+        return [
+            f"0 of {taken} steps judged: {'DDP joins uneven ranks' if under_join else 'the optimizer calls its closure'}"
+        ]
+    reasons = {detector: detector.unjudged(trace) for detector in (averages, weights, replicas) if taken}
+    return [
+        f"0 of {taken} steps judged by {detector.__name__.rpartition('.')[2]}: {reason}"
+        for detector, reason in reasons.items()
+        if reason
+    ]
+
+
 def find(trace: Trace) -> list[Finding]:
     """All that is wrong in a run, each thing once.
 

@@ -56,13 +56,9 @@ def _meet_again(trace: Trace) -> bool:
 
 
 def _of_step(trace: Trace, steps: list[Step]) -> Findings:
-    orders = [[event["kind"] for event in step.all("backward", "clip")] for step in steps]
-    if any(order != sorted(order) for order in orders) or changes_weights(steps[0]):
-        return  # clipping between two passes is told by clipping.py
-    passes = {order.count("backward") for order in orders}
-    if len(passes) > 1 or 0 in passes or any(step.last("step")["sharded"] for step in steps):
+    if _why_not(steps):
         return
-    shared = set.intersection(*(step.before.get("gradients", {}).keys() & set(step.own) for step in steps))
+    shared = _shared(steps)
     wrong = {number: name for number in steps[0].own if number in shared and (name := _explain(number, steps))}
     for name, _ in Counter(wrong.values()).most_common(1):
         of_terms = sum(loss["weight"] * loss["terms"] / step.scale for step in steps for loss in step.all("loss"))
@@ -71,6 +67,32 @@ def _of_step(trace: Trace, steps: list[Step]) -> Findings:
             return
         number = next(number for number in wrong if wrong[number] == name)
         yield _finding(name, trace, steps[0], f"{trace.names.get(number, number)} and {len(wrong) - 1} more")
+
+
+def _shared(steps: list[Step]) -> set[str]:
+    """The parameters of all ranks' optimizers whose gradients were looked at."""
+    return set.intersection(*(step.before.get("gradients", {}).keys() & set(step.own) for step in steps))
+
+
+def _why_not(steps: list[Step]) -> str:
+    """Why a step cannot be judged; empty if it can."""
+    orders = [[event["kind"] for event in step.all("backward", "clip")] for step in steps]
+    passes = {order.count("backward") for order in orders}
+    if any(order != sorted(order) for order in orders):
+        return "gradients are clipped between two backward passes"  # clipping.py tells of it
+    if changes_weights(steps[0]):
+        return "weights are changed between two backward passes"
+    if len(passes) > 1 or 0 in passes:
+        return f"the ranks have {sorted(passes)} backward passes"
+    if any(step.last("step")["sharded"] for step in steps):
+        return "the parameters are sharded"
+    return "" if _shared(steps) else "the ranks' optimizers share no parameter with a gradient"
+
+
+def unjudged(trace: Trace) -> str:
+    """Why no step could be judged; empty if one was."""
+    reasons = list(map(_why_not, trace.steps()))
+    return reasons[0] if all(reasons) else ""
 
 
 def changes_weights(step: Step) -> bool:

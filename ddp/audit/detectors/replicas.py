@@ -33,6 +33,11 @@ def detect(trace: Trace) -> Findings:
         )
 
 
+def unjudged(trace: Trace) -> str:
+    """Why no step could be judged; empty if one was."""
+    return "the parameters are sharded" if trace.ranks[0].steps[0].last("step")["sharded"] else ""
+
+
 def differing(steps: list[Step], kind: str) -> set[str]:
     """The parameters whose weights differ between ranks.
 

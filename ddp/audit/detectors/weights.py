@@ -23,6 +23,11 @@ def detect(trace: Trace) -> Findings:
         yield from _of_step(steps)
 
 
+def unjudged(trace: Trace) -> str:
+    """Why no step could be judged; empty if one was."""
+    return "" if any(rank.all("loss") for rank in trace.ranks) else "no loss of torch.nn.functional was seen"
+
+
 def _losses(rank: int, step: Step) -> list[Event]:
     """The losses of a step, each with the weight of a term."""
     losses: list[Event] = []

@@ -401,3 +401,39 @@ for inputs, labels in batches():
 """,
     ),
 }
+
+# Right scripts of which a part cannot be judged.
+TRAINS = """
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = {model}
+optimizer = torch.optim.{optimizer}(model.parameters(), lr=0.1)
+torch.manual_seed(1 + dist.get_rank())
+for _ in range({steps}):
+    def closure():
+        optimizer.zero_grad()
+        loss = {loss}
+        loss.backward()
+        return loss
+    optimizer.step(closure) if {closes} else (closure(), optimizer.step())
+dist.destroy_process_group()
+"""
+WRAPPED, LOSS = (
+    "DistributedDataParallel(torch.nn.Linear(8, 2))",
+    "F.mse_loss(model(torch.randn(16, 8)), torch.ones(16, 2))",
+)
+CLOSURES = GROUP + TRAINS.format(model=WRAPPED, optimizer="LBFGS", steps=2, loss=LOSS, closes=True)
+OWN_LOSS = GROUP + TRAINS.format(
+    model=WRAPPED, optimizer="SGD", steps=3, loss="model(torch.randn(16, 8)).square().mean()", closes=False
+)
+SHARDED = (
+    GROUP
+    + "from torch.distributed.fsdp import fully_shard\nfrom torch.distributed.device_mesh import init_device_mesh\n"
+    + TRAINS.format(
+        model='fully_shard(torch.nn.Linear(8, 2), mesh=init_device_mesh("cpu", (2,)))',
+        optimizer="SGD",
+        steps=3,
+        loss=LOSS,
+        closes=False,
+    )
+)

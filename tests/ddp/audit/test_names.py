@@ -10,10 +10,13 @@ import pytest
 
 import ddp.audit
 from common.errors import UsageError
+from ddp.audit.detectors import unjudged
 from ddp.audit.detectors.finding import KINDS, PAGE, Finding
 from ddp.audit.names import explain, is_ignored
 from ddp.audit.vary import KINDS as WAYS
 from ddp.museum.__main__ import FOLDER, exhibits
+from tests.ddp.audit import scripts
+from tests.ddp.audit.forked import watch
 from tests.support.launch import REPOSITORY, run_command
 
 EXHIBIT = FOLDER / "gradients" / "loss_not_divided.py"
@@ -119,3 +122,18 @@ def test_what_is_ignored_is_counted() -> None:
     done = run_command("ddp.audit", *github)
     assert done.returncode == 1
     assert f",line={LINE},title=loss-not-divided::the loss is not divided" in done.stdout.splitlines()[-1]
+
+
+@pytest.mark.examples
+def test_steps_that_cannot_be_judged_are_named(tmp_path: Path) -> None:
+    """By all detectors, or by one; nothing is said of a script in which each judged a step."""
+    for name, said in (
+        ("JOINS", ["0 of 6 steps judged: DDP joins uneven ranks"]),
+        ("CLOSURES", ["0 of 2 steps judged: the optimizer calls its closure"]),
+        ("SHARDED", [f"0 of 3 steps judged by {one}: the parameters are sharded" for one in ("averages", "replicas")]),
+        ("OWN_LOSS", ["0 of 3 steps judged by weights: no loss of torch.nn.functional was seen"]),
+        ("COMMON", []),
+    ):
+        path = tmp_path / "script.py"
+        path.write_text(getattr(scripts, name))
+        assert unjudged(watch(tmp_path, [str(path)])) == said
