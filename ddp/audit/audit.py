@@ -20,6 +20,7 @@ from ddp.audit.detectors.finding import Finding
 from ddp.audit.names import is_ignored, require_ignored
 from ddp.audit.trace import Trace, read
 from ddp.audit.vary import KINDS, RUN, Variation, plan, vary
+from ddp.audit.watch.event_types import Backward, LoaderBegins
 
 OUTPUT_LINES = 20  # of a variation that fails
 
@@ -176,7 +177,7 @@ def require_script(script: Sequence[str]) -> None:
 
 def _summary(trace: Trace, report: Report) -> str:
     steps = [len(rank.steps) for rank in trace.ranks]
-    epochs = [len(rank.all("epoch")) for rank in trace.ranks]
+    epochs = [len(rank.all(LoaderBegins)) for rank in trace.ranks]
     return (
         f"{trace.world_size} ranks, {max(steps, default=0)} optimizer steps, {max(epochs, default=0)} iterations over loaders, "
         f"{report.outcome.seconds:.1f} s" + (f", findings ignored: {len(report.ignored)}" if report.ignored else "")
@@ -196,7 +197,7 @@ def _why_unjudged(trace: Trace, outcome: Outcome) -> str | None:
     if trace.world_size < 2:
         return "the script ran on one rank: most of what can be wrong needs two, so give --ranks 2"
     if not any(rank.steps for rank in trace.ranks):
-        passes = sum(len(rank.all("backward")) for rank in trace.ranks)
+        passes = sum(len(rank.all(Backward)) for rank in trace.ranks)
         return f"the script took no optimizer step of torch.optim ({passes} backward passes were seen)"
     return None
 

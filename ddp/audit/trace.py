@@ -2,15 +2,33 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
-Event = dict[str, Any]
-Probes = dict[str, list[float]]
+from ddp.audit.watch.event_types import (
+    Backward,
+    Batch,
+    BeforeStep,
+    Event,
+    Group,
+    JoinBegins,
+    LoaderBegins,
+    LoaderEnds,
+    Names,
+    Probes,
+    Process,
+    Scale,
+    Skipped,
+    Stepped,
+    WatchError,
+    Worker,
+    from_line,
+)
+
+E = TypeVar("E", bound=Event)
 
 
 @dataclass
@@ -19,27 +37,22 @@ class Events:
 
     events: list[Event]
 
-    def all(self, *kinds: str) -> list[Event]:
-        return [event for event in self.events if event["kind"] in kinds]
+    def all(self, *kinds: type[E]) -> list[E]:
+        return [event for event in self.events if isinstance(event, kinds)]
 
-    def last(self, *kinds: str) -> Event:
-        """The last event of these kinds; without any, an empty one."""
-        return next((event for event in reversed(self.events) if event["kind"] in kinds), {})
-
-    @property
-    def before(self) -> Event:
-        """The gradients with which the optimizer's step begins."""
-        return self.last("before_step")
+    def last(self, *kinds: type[E]) -> E | None:
+        return next((event for event in reversed(self.events) if isinstance(event, kinds)), None)
 
     @property
     def computed(self) -> list[Probes]:
         """For each backward pass the gradients that the rank computed by itself; empty where they were not looked at."""
-        return [one.get("computed", {}) for one in self.all("backward")]
+        return [one.computed for one in self.all(Backward)]
 
     @property
     def scale(self) -> float:
         """The factor by which the scaler has multiplied the loss."""
-        return float(self.last("scale").get("scale", 1.0))
+        last = self.last(Scale)
+        return last.scale if last else 1.0
 
 
 class Step(Events):
@@ -47,18 +60,26 @@ class Step(Events):
 
     @property
     def number(self) -> int:
-        return int(self.events[-1]["step"])
+        return self.events[-1].step
+
+    @property
+    def before(self) -> BeforeStep:
+        """The gradients with which the optimizer's step begins."""
+        return self.all(BeforeStep)[-1]
+
+    @property
+    def after(self) -> Stepped:
+        return self.all(Stepped)[-1]
 
     @property
     def has_closure(self) -> bool:
         """Whether the optimizer itself has called for backward passes, as LBFGS does."""
-        kinds = [event["kind"] for event in self.events]
-        return "backward" in kinds[kinds.index("before_step") :]
+        return any(isinstance(event, Backward) for event in self.events[self.events.index(self.all(BeforeStep)[0]) :])
 
     @property
     def own(self) -> list[str]:
         """The numbers of the optimizer's parameters."""
-        return list(map(str, self.before["own"]))
+        return list(self.before.own)
 
 
 @dataclass
@@ -77,10 +98,10 @@ class RankTrace(Events):
         step = Step([])
         for event in self.events:
             step.events.append(event)
-            if event["kind"] == "step" and step.before:  # of nested optimizers, the outer one ends later
+            if isinstance(event, Stepped) and step.all(BeforeStep):  # of nested optimizers, the outer one ends later
                 self.steps.append(step)
                 step = Step([])
-            elif event["kind"] == "skipped":  # the scaler left a step with inf out
+            elif isinstance(event, Skipped):  # the scaler left a step with inf out
                 step = Step([])
 
 
@@ -95,8 +116,8 @@ class Epoch:
     :ivar after: the events that follow the last batch, up to the next epoch
     """
 
-    begin: Event
-    batches: list[Event] = field(default_factory=list)
+    begin: LoaderBegins
+    batches: list[Batch] = field(default_factory=list)
     trains: bool = False
     ended: bool = False
     after: list[Event] = field(default_factory=list)
@@ -104,18 +125,22 @@ class Epoch:
     @property
     def samples(self) -> list[int]:
         """The numbers of all samples, in order; empty if they are not known."""
-        if any(batch["indices"] is None for batch in self.batches):
+        if any(batch.indices is None for batch in self.batches):
             return []
-        return [sample for batch in self.batches for sample in batch["indices"]]
+        return [sample for batch in self.batches for sample in batch.indices or ()]
 
     @property
     def rows(self) -> list[int]:
         """The checksums of all samples that arrived."""
-        return [row for batch in self.batches for row in batch["rows"]]
+        return [row for batch in self.batches for row in batch.rows]
 
-    def numbered(self, what: str) -> set[tuple[int, int]]:
-        """The numbers of all samples, each with the checksum of its ``rows`` or ``targets``, where they are known."""
-        return {pair for batch in self.batches for pair in zip(batch["indices"] or (), batch[what], strict=False)}
+    def numbered(self, targets: bool = False) -> set[tuple[int, int]]:
+        """The numbers of all samples, each with its checksum or that of its target, where they are known."""
+        return {
+            pair
+            for batch in self.batches
+            for pair in zip(batch.indices or (), batch.targets if targets else batch.rows, strict=False)
+        }
 
 
 def epochs(trace: RankTrace) -> list[Epoch]:
@@ -124,18 +149,18 @@ def epochs(trace: RankTrace) -> list[Epoch]:
     drawn, once = Counter[int](), set[int]()  # batches since the last backward pass; the loaders with one before that
     latest = None
     for event in trace.events:
-        if event["kind"] == "epoch":
-            latest = found[event["iterator"]] = Epoch(event)
-        elif event["kind"] == "batch" and event["iterator"] in found:
-            latest = found[event["iterator"]]
+        if isinstance(event, LoaderBegins):
+            latest = found[event.iterator] = Epoch(event)
+        elif isinstance(event, Batch) and event.iterator in found:
+            latest = found[event.iterator]
             latest.batches.append(event)
             latest.after.clear()
-            drawn[event["iterator"]] += 1
-        elif event["kind"] == "epoch_end" and event["iterator"] in found:
-            found[event["iterator"]].ended = True
+            drawn[event.iterator] += 1
+        elif isinstance(event, LoaderEnds) and event.iterator in found:
+            found[event.iterator].ended = True
         elif latest is not None:
             latest.after.append(event)
-            if event["kind"] == "backward":
+            if isinstance(event, Backward):
                 # A loader trains if it gives one batch to each pass. An evaluation takes more, or ends, or comes now and then.
                 before, once = once, {number for number in drawn if drawn[number] == 1 and not found[number].ended}
                 for number in before & once:
@@ -164,44 +189,42 @@ class Trace:
 
     def steps(self) -> Iterator[list[Step]]:
         """Each optimizer step, as all ranks took it; none under ``join``, where ranks do not take the same steps."""
-        if not any(rank.all("join") for rank in self.ranks):
+        if not any(rank.all(JoinBegins) for rank in self.ranks):
             for steps in zip(*(rank.steps for rank in self.ranks), strict=False):
                 if not any(step.has_closure for step in steps):
                     yield list(steps)
 
     def epochs(self, train: bool) -> Iterator[tuple[Epoch, ...]]:
         """Each iteration over a loader, as all ranks made it: those of training, or those of evaluations."""
-        chosen = [
-            [one for one in epochs(rank) if one.trains == train and one.begin["evaluates"]] for rank in self.ranks
-        ]
+        chosen = [[one for one in epochs(rank) if one.trains == train and one.begin.evaluates] for rank in self.ranks]
         return zip(*chosen, strict=False)
 
 
-def together(parts: Iterable[RankTrace | Step], *kinds: str) -> Iterator[tuple[Event, ...]]:
-    """The first event of these kinds of each rank, then the second of each, and so on.
+def together(parts: Iterable[RankTrace | Step], kind: type[E]) -> Iterator[tuple[E, ...]]:
+    """The first event of this kind of each rank, then the second of each, and so on.
 
     :param parts: of each rank, its whole trace or a step
     """
-    return zip(*(part.all(*kinds) for part in parts), strict=False)
+    return zip(*(part.all(kind) for part in parts), strict=False)
 
 
 def read(directory: Path) -> Trace:
     """The trace that the processes have written into a folder."""
     processes = [Events(_events(path)) for path in directory.glob("*.jsonl")]
-    errors = [event["text"] for process in processes for event in process.all("watch_error")]
+    errors = [event.text for process in processes for event in process.all(WatchError)]
     ranks, names = dict[int, RankTrace](), dict[str, str]()
     for process in processes:
-        group, pid = process.last("group"), process.last("process").get("pid")
-        if group and group["rank"] not in ranks:
-            children = [other for other in processes if other.last("process").get("parent") == pid]
-            workers = [child for child in children if child.all("worker")]
-            ranks[group["rank"]] = RankTrace(process.events, group["rank"], workers)
-            for event in process.all("names"):
-                names |= event["names"]
+        group, own = process.last(Group), process.last(Process)
+        if group and own and group.rank not in ranks:
+            children = [other for other in processes if any(one.parent == own.pid for one in other.all(Process)[-1:])]
+            workers = [child for child in children if child.all(Worker)]
+            ranks[group.rank] = RankTrace(process.events, group.rank, workers)
+            for event in process.all(Names):
+                names |= event.names
     return Trace([ranks[rank] for rank in sorted(ranks)], errors, names)
 
 
 def _events(path: Path) -> list[Event]:
     """A process that was killed may have written a part of its last line."""
     lines = path.read_text().splitlines(keepends=True)
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+    return [from_line(line) for line in lines if line.endswith("\n")]

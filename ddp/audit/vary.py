@@ -19,6 +19,7 @@ from common.errors import UsageError
 from ddp.audit.detectors.averages import unscaled
 from ddp.audit.detectors.finding import Finding
 from ddp.audit.trace import RankTrace, Step, Trace, epochs
+from ddp.audit.watch.event_types import Autocast, Backward, Batch, Forward, Loss
 
 KINDS = ("repeat", "ranks", "micro-steps", "resume")
 SAFETY = 16.0
@@ -164,8 +165,8 @@ def _same_rest(base: Trace, resumed: Trace) -> Verdict:
     steps, again = base.ranks[0].steps, resumed.ranks[0].steps
     if not again:
         return Verdict("nothing was left to do")
-    first = again[0].before.get("parameters")
-    start = next((i for i, step in enumerate(steps) if step.before.get("parameters") == first), None)
+    first = again[0].before.parameters
+    start = next((i for i, step in enumerate(steps) if step.before.parameters == first), None)
     if start is None:
         return Verdict("it goes on with weights that the undisturbed run never has before a step", LOAD, again[0])
     if start == 0:
@@ -179,12 +180,16 @@ POSITION = "Save the number of the epoch, and the position in it, and set the sa
 DIVIDE = "Let the ranks divide each global batch, without padding; --batch-flag is for a batch size of one rank"
 RATES = "With the same global batches, the rate must not depend on the number of ranks"
 AVERAGE = "Weigh each sample by 1 / the global batch, whatever the number of ranks and micro-steps"
-# Values that have the same bits in each optimizer step: the event and its field, what is said of another value, and its cure after a resume.
-BITS = (
-    ("before_step", "parameters", "begins with other weights", LOAD),
-    ("before_step", "rates", "uses another learning rate", "Save and load the schedule's state, and the optimizer's"),
-    ("before_step", "gradients", "has other gradients", "Restore the generators, and BatchNorm's statistics"),
-    ("step", "parameters", "ends with other weights", "Save and load the optimizer's state"),
+# Values that have the same bits in each optimizer step, what is said of another value, and its cure after a resume.
+BITS: tuple[tuple[Callable[[Step], object], str, str], ...] = (
+    (lambda step: step.before.parameters, "begins with other weights", LOAD),
+    (
+        lambda step: step.before.rates,
+        "uses another learning rate",
+        "Save and load the schedule's state, and the optimizer's",
+    ),
+    (lambda step: step.before.gradients, "has other gradients", "Restore the generators, and BatchNorm's statistics"),
+    (lambda step: step.after.parameters, "ends with other weights", "Save and load the optimizer's state"),
 )
 
 
@@ -197,8 +202,8 @@ def _same_bits(base: Trace, other: Trace, start: int = 0) -> Verdict:
             if _rows(rank, step) != rows:
                 same = [f"the samples of step {one.number}" for one in rank.steps if _rows(rank, one) == rows]
                 return Verdict(f"{at} takes {[*same, 'other samples'][0]}", POSITION if start else SEED, step)
-            for kind, field, text, cure in BITS:
-                if step.last(kind).get(field) != again.last(kind).get(field):
+            for value, text, cure in BITS:
+                if value(step) != value(again):
                     return Verdict(f"{at} {text}", cure if start else SEED, step)
     expected, got = len(base.ranks[0].steps) - start, len(other.ranks[0].steps)
     if expected != got:
@@ -215,9 +220,9 @@ def _same_numbers(base: Trace, other: Trace) -> Verdict:
     ours, theirs = list(base.steps()), list(other.steps())
     if not (ours and theirs):
         raise UsageError("under join, and with an optimizer that calls a closure, there are no global steps to compare")
-    unknown = next((f"{event['layer']} differs by design" for event in ours[0][0].all("forward") if event["layer"]), "")
-    autocast = max((float(event["eps"]) for event in base.ranks[0].all("autocast")), default=0.0)
-    terms = sum(event["terms"] for step in ours[0] for event in step.all("loss"))
+    unknown = next((f"{event.layer} differs by design" for event in ours[0][0].all(Forward) if event.layer), "")
+    autocast = max((float(event.eps) for event in base.ranks[0].all(Autocast)), default=0.0)
+    terms = sum(event.terms for step in ours[0] for event in step.all(Loss))
     first = SAFETY * (autocast + EPS * math.sqrt(terms or 1))
     largest = 0.0
     for number, (mine, yours) in enumerate(zip(ours, theirs, strict=False)):
@@ -226,7 +231,7 @@ def _same_numbers(base: Trace, other: Trace) -> Verdict:
         if samples != others:
             count = f"{others.total()} instead of {samples.total()}, of which {(others & samples).total()} are the same"
             return Verdict(f"{at} takes other samples: {count}", DIVIDE, mine[0])
-        expected, rates = (steps[0].before["rates"] for steps in (mine, yours))
+        expected, rates = (steps[0].before.rates for steps in (mine, yours))
         if rates != expected:
             return Verdict(f"{at} uses other learning rates: {rates} instead of {expected}", RATES, mine[0])
         if unknown or (number and autocast):
@@ -252,8 +257,8 @@ def _distance(mine: Sequence[Step], yours: Sequence[Step], base: Trace) -> tuple
     found = [(0.0, "")]
     for number in mine[0].own:
         ours, theirs = unscaled(number, mine[0]), unscaled(number, yours[0])
-        passes = [one for step in mine for one in step.all("backward")]
-        size = WEIGHTS * max((one.get("computed", {}).get(number, [0.0])[-1] for one in passes), default=0.0)
+        passes = [one for step in mine for one in step.all(Backward)]
+        size = WEIGHTS * max((one.computed.get(number, [0.0])[-1] for one in passes), default=0.0)
         if size and ours and theirs:
             distance = max(abs(a - b) for a, b in zip(ours, theirs, strict=True)) / size
             found.append((distance, f"{base.names.get(number, number)} differs by {distance:.2g} of its size"))
@@ -272,14 +277,13 @@ def _rows(trace: RankTrace, step: Step) -> list[int]:
     """
     rows: list[int] = []
     forwards: list[int] = []
-    for event in step.all("forward", "backward"):
-        if event["kind"] == "forward":
-            forwards += event["rows"]
-            continue
-        before = event.get("before") or {}
-        starts_anew = not any(any(before.get(number, ())) for number in step.own)
-        rows, forwards = (forwards if starts_anew else rows + forwards), []
+    for event in step.all(Forward, Backward):
+        if isinstance(event, Forward):
+            forwards += event.rows
+        elif isinstance(event, Backward):
+            starts_anew = not any(any(event.before.get(number, ())) for number in step.own)
+            rows, forwards = (forwards if starts_anew else rows + forwards), []
     if rows:
         return rows
-    training = {epoch.begin["iterator"] for epoch in epochs(trace) if epoch.trains}
-    return [row for batch in step.all("batch") if batch["iterator"] in training for row in batch["rows"]]
+    training = {epoch.begin.iterator for epoch in epochs(trace) if epoch.trains}
+    return [row for batch in step.all(Batch) if batch.iterator in training for row in batch.rows]

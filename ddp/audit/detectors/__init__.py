@@ -24,6 +24,7 @@ from ddp.audit.detectors import (
 )
 from ddp.audit.detectors.finding import Finding
 from ddp.audit.trace import Trace
+from ddp.audit.watch.event_types import JoinBegins
 
 # In this order: a detector that knows a cause comes before those that see only its effect.
 DETECTORS = (
@@ -47,7 +48,7 @@ def unjudged(trace: Trace) -> list[str]:
     """A line for each detector that could judge none of the optimizer steps, and why."""
     taken = len(trace.ranks[0].steps)
     if taken and not any(trace.steps()):
-        under_join = any(rank.all("join") for rank in trace.ranks)
+        under_join = any(rank.all(JoinBegins) for rank in trace.ranks)
         return [
             f"0 of {taken} steps judged: {'DDP joins uneven ranks' if under_join else 'the optimizer calls its closure'}"
         ]

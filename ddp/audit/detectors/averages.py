@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -16,6 +17,20 @@ from numpy.typing import ArrayLike
 from ddp.audit.detectors.finding import KINDS, Finding, Findings
 from ddp.audit.detectors.replicas import differing
 from ddp.audit.trace import Step, Trace
+from ddp.audit.watch.event_types import (
+    Around,
+    Backward,
+    BeforeStep,
+    Clip,
+    Collective,
+    Event,
+    Flag,
+    Forward,
+    Loss,
+    Stepped,
+    Unscale,
+    ZeroGrad,
+)
 
 TOLERANCE = 5e-3  # gradients may have been sent in two bytes
 NO_GRADIENT = [0.0, 0.0, 0.0]  # the probe of a parameter that a backward pass does not reach
@@ -23,13 +38,13 @@ NO_GRADIENT = [0.0, 0.0, 0.0]  # the probe of a parameter that a backward pass d
 LOCAL, PARTLY, DIFFERENT = "not-averaged", "partly-averaged", "different-gradients"
 SUM, TWICE, LAST = "summed-not-averaged", "divided-twice", "last-micro-batch-only"
 # The kind of the event that is to blame.
-BLAMED = {
-    LOCAL: "backward",
-    SUM: "collective",
-    TWICE: "before_step",
-    LAST: "zero_grad",
-    PARTLY: "backward",
-    DIFFERENT: "before_step",
+BLAMED: dict[str, type[Event]] = {
+    LOCAL: Backward,
+    SUM: Collective,
+    TWICE: BeforeStep,
+    LAST: ZeroGrad,
+    PARTLY: Backward,
+    DIFFERENT: BeforeStep,
 }
 
 
@@ -47,10 +62,10 @@ def detect(trace: Trace) -> Findings:
 def _meet_again(trace: Trace) -> bool:
     """Whether the ranks' weights differ after an optimizer step and are equal before the next one."""
     return any(
-        "parameters" in after[0].before
+        after[0].before.parameters is not None
         and before[0].own == after[0].own
-        and differing(before, "step")
-        and not differing(after, "before_step")
+        and differing(before, Stepped)
+        and not differing(after, BeforeStep)
         for before, after in itertools.pairwise(trace.steps())
     )
 
@@ -61,7 +76,7 @@ def _of_step(trace: Trace, steps: list[Step]) -> Findings:
     shared = _shared(steps)
     wrong = {number: name for number in steps[0].own if number in shared and (name := _explain(number, steps))}
     for name, _ in Counter(wrong.values()).most_common(1):
-        of_terms = sum(loss["weight"] * loss["terms"] / step.scale for step in steps for loss in step.all("loss"))
+        of_terms = sum(loss.weight * loss.terms / step.scale for step in steps for loss in step.all(Loss))
         # The script may divide the loss and not the gradients, or the other way round: together they are right.
         if name in (SUM, TWICE) and math.isclose(of_terms / len(steps) * factor_of(steps), 1, rel_tol=TOLERANCE):
             return
@@ -71,20 +86,20 @@ def _of_step(trace: Trace, steps: list[Step]) -> Findings:
 
 def _shared(steps: list[Step]) -> set[str]:
     """The parameters of all ranks' optimizers whose gradients were looked at."""
-    return set.intersection(*(step.before.get("gradients", {}).keys() & set(step.own) for step in steps))
+    return set.intersection(*(step.before.gradients.keys() & set(step.own) for step in steps))
 
 
 def _why_not(steps: list[Step]) -> str:
     """Why a step cannot be judged; empty if it can."""
-    orders = [[event["kind"] for event in step.all("backward", "clip")] for step in steps]
-    passes = {order.count("backward") for order in orders}
+    orders = [[isinstance(event, Clip) for event in step.all(Backward, Clip)] for step in steps]
+    passes = {order.count(False) for order in orders}
     if any(order != sorted(order) for order in orders):
         return "gradients are clipped between two backward passes"  # clipping.py tells of it
     if changes_weights(steps[0]):
         return "weights are changed between two backward passes"
     if len(passes) > 1 or 0 in passes:
         return f"the ranks have {sorted(passes)} backward passes"
-    if any(step.last("step")["sharded"] for step in steps):
+    if any(step.after.sharded for step in steps):
         return "the parameters are sharded"
     return "" if _shared(steps) else "the ranks' optimizers share no parameter with a gradient"
 
@@ -97,7 +112,7 @@ def unjudged(trace: Trace) -> str:
 
 def changes_weights(step: Step) -> bool:
     """Whether the script itself changes the weights between two passes, as SAM does."""
-    weights = {known for one in step.all("backward") for known in one.get("weights", {}).items()}
+    weights = {known for one in step.all(Backward) for known in one.weights.items()}
     return len(weights) > len(dict(weights))
 
 
@@ -120,7 +135,7 @@ def _explain(number: str, steps: list[Step]) -> str | None:
     computed, norms = probes[..., :-1], probes[..., -1]  # for each rank and pass
     if len(got) < ranks or not np.isfinite(probes).all() or not norms.any():
         return None
-    left = np.array([step.all("backward")[0]["before"].get(number, NO_GRADIENT)[:-1] for step in steps])
+    left = np.array([step.all(Backward)[0].before.get(number, NO_GRADIENT)[:-1] for step in steps])
     totals = computed.sum(axis=1)
     average = totals.mean(axis=0)
     passes = computed.shape[1]
@@ -145,15 +160,15 @@ def _explain(number: str, steps: list[Step]) -> str | None:
 
 def _finding(name: str, trace: Trace, first: Step, which: str) -> Finding:
     """The finding, at the line that is to blame."""
-    flags, forwards = first.all("flag", "forward", "backward"), first.all("forward")
-    causes = {  # of gradients that are not averaged: the events that tell
-        "around-the-wrapper": trace.ranks[0].all("around"),
+    flags, forwards = first.all(Flag, Forward, Backward), first.all(Forward)
+    causes: dict[str, Sequence[Event]] = {  # of gradients that are not averaged: the events that tell
+        "around-the-wrapper": trace.ranks[0].all(Around),
         "flag-after-forward": [
-            b for a, b in itertools.pairwise(flags) if a["kind"] == "forward" and b["kind"] == "flag"
+            b for a, b in itertools.pairwise(flags) if isinstance(a, Forward) and isinstance(b, Flag)
         ],
-        "flag-never-on": [] if any(event["synchronizes"] for event in forwards) else forwards[-1:],
-        "hooks-lost": [event for event in forwards if event["lost"]],
-        "averages-parameters": [event for event in first.all("collective") if event["sends_parameter"]],
+        "flag-never-on": [] if any(event.synchronizes for event in forwards) else forwards[-1:],
+        "hooks-lost": [event for event in forwards if event.lost],
+        "averages-parameters": [event for event in first.all(Collective) if event.sends_parameter],
     }
     for cause, events in causes.items():
         if events and name in (LOCAL, PARTLY):
@@ -165,10 +180,10 @@ def _finding(name: str, trace: Trace, first: Step, which: str) -> Finding:
 def unscaled(number: str, step: Step) -> list[float] | None:
     """``.grad`` before the optimizer step, as it was before it was unscaled and clipped; None if that cannot be told."""
     factor = 1.0
-    for clip in step.all("clip"):
-        if clip["norm"] is None or not math.isfinite(clip["norm"]):
+    for clip in step.all(Clip):
+        if clip.norm is None or not math.isfinite(clip.norm):
             return None
-        factor *= min(1.0, clip["limit"] / (clip["norm"] + 1e-6))
-    scale = step.scale if step.all("unscale") else 1.0
-    probe = step.before.get("gradients", {}).get(number, NO_GRADIENT)
+        factor *= min(1.0, (clip.limit or 0.0) / (clip.norm + 1e-6))
+    scale = step.scale if step.all(Unscale) else 1.0
+    probe = step.before.gradients.get(number, NO_GRADIENT)
     return [part * scale / factor for part in probe[:-1]] if factor else None

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 
 from ddp.audit.detectors.finding import Finding, Findings
-from ddp.audit.trace import Step, Trace, together
+from ddp.audit.trace import Events, Step, Trace, together
+from ddp.audit.watch.event_types import Backward, Clip, Collective, Scale, Unscale
 
 TOLERANCE = 1e-2
 SAME = 1e-5
@@ -20,23 +21,24 @@ def detect(trace: Trace) -> Findings:
 
 
 def _order(rank: int, step: Step) -> Findings:
-    kinds = [event["kind"] for event in step.events]
-    if "clip" in kinds:
-        at = kinds.index("clip")
-        clip = step.events[at]
-        if "scale" in kinds and "unscale" not in kinds[:at]:
+    scales, clips = step.all(Scale), step.all(Clip)
+    if clips:
+        clip = clips[0]
+        at = step.events.index(clip)
+        before, after = Events(step.events[:at]), Events(step.events[at:])
+        if scales and not before.all(Unscale):
             yield Finding(
                 "scaled-clipping",
                 clip,
                 f"gradients are clipped before they are unscaled: they are {step.scale:,.0f} times too large"
-                + (f", with a norm of {clip['norm']:.4g}" if clip["norm"] is not None else ""),
+                + (f", with a norm of {clip.norm:.4g}" if clip.norm is not None else ""),
                 rank,
             )
-        if "backward" not in kinds[:at]:
+        if not before.all(Backward):
             yield Finding("clipping-after-step", clip, rank=rank)
-        elif "backward" in kinds[at:]:
+        elif after.all(Backward):
             yield Finding("clipping-each-micro-batch", clip, rank=rank)
-    if "scale" in kinds and not step.before["scaler"] and "unscale" not in kinds:
+    if scales and not step.before.scaler and not step.all(Unscale):
         yield Finding(
             "never-unscaled",
             step.before,
@@ -46,20 +48,20 @@ def _order(rank: int, step: Step) -> Findings:
 
 
 def _norms(steps: list[Step]) -> Findings:
-    counts = [len(step.all("clip")) for step in steps]
+    counts = [len(step.all(Clip)) for step in steps]
     clipping, other = counts.index(max(counts)), counts.index(min(counts))
     if clipping != other:
         yield Finding(
             "clipping-on-one-rank",
-            steps[clipping].all("clip")[0],
+            steps[clipping].all(Clip)[0],
             f"rank {clipping} clips its gradients and rank {other} does not, so the ranks step with different ones",
             clipping,
             diverges=True,
         )
         return
-    for clips in together(steps, "clip"):
-        norms = [clip["norm"] for clip in clips]
-        if None not in norms and (1 + TOLERANCE) * min(norms) < max(norms) < math.inf:
+    for clips in together(steps, Clip):
+        norms = [clip.norm for clip in clips if clip.norm is not None]
+        if len(norms) == len(clips) and (1 + TOLERANCE) * min(norms) < max(norms) < math.inf:
             listed = ", ".join(f"{norm:.4g} on rank {rank}" for rank, norm in enumerate(norms))
             yield Finding(
                 "norms-differ",
@@ -74,9 +76,10 @@ def _norms(steps: list[Step]) -> Findings:
 
 def _by_hand(steps: list[Step]) -> Findings:
     """Norms that the script sums over the ranks itself, though the gradients are averaged and not sharded."""
-    norm = steps[0].last("backward").get("norm") or 0.0
-    for event in steps[0].all("collective"):
-        for before, after in zip(event["before"], event["after"], strict=True):  # of tensors with one element
+    last = steps[0].last(Backward)
+    norm = (last and last.norm) or 0.0
+    for event in steps[0].all(Collective):
+        for before, after in zip(event.before, event.after, strict=True):  # of tensors with one element
             for value, name in ((norm, "norm"), (norm**2, "squared norm")):
                 if before and all(math.isclose(one, value, rel_tol=SAME) for one in (before, after / len(steps))):
                     yield Finding(

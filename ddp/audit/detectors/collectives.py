@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ddp.audit.detectors.finding import Finding, Findings
 from ddp.audit.trace import Trace
+from ddp.audit.watch.event_types import Collective, WithoutGradient
 
 WRONG_WITH_GAPS = (
     "broadcast",
@@ -15,14 +16,14 @@ WRONG_WITH_GAPS = (
 
 
 def detect(trace: Trace) -> Findings:
-    for event in trace.ranks[0].all("collective"):
-        if event["name"] in WRONG_WITH_GAPS and event["gaps"]:
+    for event in trace.ranks[0].all(Collective):
+        if event.name in WRONG_WITH_GAPS and event.gaps:
             yield Finding(
                 "strided-tensor",
                 event,
-                f"{event['name']} of a tensor with gaps in memory (strides {event['gaps'][0]}): gloo sends the memory from its "
+                f"{event.name} of a tensor with gaps in memory (strides {event.gaps[0]}): gloo sends the memory from its "
                 "start and not its elements, without an error (pytorch/pytorch#192920)",
                 diverges=True,
             )
-    for event in trace.ranks[0].all("without_gradient"):
-        yield Finding("gathered-as-constant", event)
+    for gathered in trace.ranks[0].all(WithoutGradient):
+        yield Finding("gathered-as-constant", gathered)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from ddp.audit.trace import Event
+from ddp.audit.watch.event_types import Event
 
 PAGE = Path(__file__).parents[1] / "findings.md"
 
@@ -76,12 +76,12 @@ class Finding:
     def as_json(self) -> dict[str, object]:
         """The printed text, in parts."""
         own = {name: getattr(self, name) for name in ("name", "where", "text", "cure", "chapter", "rank", "is_hint")}
-        return {"step": self.event["step"], **own}
+        return {"step": self.event.step, **own}
 
     @property
     def where(self) -> str:
         """``file:line`` in the script."""
-        return str(self.event["where"])
+        return self.event.where
 
     @property
     def place(self) -> tuple[str, str]:
@@ -92,7 +92,7 @@ class Finding:
     @property
     def message(self) -> str:
         rank = "" if self.rank is None else f"rank {self.rank}, "
-        return f"{self.text} ({rank}step {self.event['step']}). {self.cure}. See {self.chapter}"
+        return f"{self.text} ({rank}step {self.event.step}). {self.cure}. See {self.chapter}"
 
     def __str__(self) -> str:
         return f"{':'.join(self.place)}: {'hint: ' * self.is_hint}{self.name}: {self.message}"

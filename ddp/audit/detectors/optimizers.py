@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from ddp.audit.detectors.finding import Finding, Findings
 from ddp.audit.trace import Step, Trace
+from ddp.audit.watch.event_types import Backward, Forward, ZeroGrad
 
 
 def detect(trace: Trace) -> Findings:
     by_line: dict[str, list[Step]] = {}
     for step in trace.ranks[0].steps:
-        if "parameters" in step.before and not step.has_closure:
-            by_line.setdefault(step.before["where"], []).append(step)
+        if step.before.parameters is not None and not step.has_closure:
+            by_line.setdefault(step.before.where, []).append(step)
     for steps in by_line.values():
         yield from _of_line(steps)
     yield from _owned_by_none(trace)
@@ -18,38 +19,38 @@ def detect(trace: Trace) -> Findings:
 
 def _of_line(steps: list[Step]) -> Findings:
     first = steps[0].before
-    always_without = set.intersection(*(set(step.before["without_gradient"]) for step in steps))
-    none_has = len(always_without) == len(first["own"]) > 0 and any(step.computed for step in steps)
-    last = steps[0].last("backward", "zero_grad")
-    if none_has and last.get("kind") == "zero_grad":
+    always_without = set.intersection(*(set(step.before.without_gradient) for step in steps))
+    none_has = len(always_without) == len(first.own) > 0 and any(step.computed for step in steps)
+    last = steps[0].last(Backward, ZeroGrad)
+    if none_has and isinstance(last, ZeroGrad):
         yield Finding("zero-grad-before-step", last)
     elif none_has:
         yield Finding(
             "optimizer-of-other-parameters",
             first,
-            f"none of the optimizer's {len(first['own'])} parameters ever has a gradient: it owns others than the model that is trained",
+            f"none of the optimizer's {len(first.own)} parameters ever has a gradient: it owns others than the model that is trained",
         )
     elif rest := [step.before for step in steps[1:] if _starts_with_a_rest(step)]:
         yield Finding("gradients-not-cleared", rest[0])
     elif len(steps) > 1 and all(
-        any(step.before["rates"]) and step.before["parameters"] == step.last("step")["parameters"] for step in steps
+        any(step.before.rates) and step.before.parameters == step.after.parameters for step in steps
     ):
         yield Finding("weights-never-change", first)
 
 
 def _starts_with_a_rest(step: Step) -> bool:
     """Whether the optimizer's gradients are there before the first backward pass that computes them: all that are not zero."""
-    passes, gradients = step.all("backward"), step.before["gradients"]
+    passes, gradients = step.all(Backward), step.before.gradients
     # No pass computes the gradients of shards.
-    own = [one for one in passes if one["computed"].keys() & set(step.own)] or passes
+    own = [one for one in passes if one.computed.keys() & set(step.own)] or passes
     used = [number for number in step.own if any(gradients.get(number, ()))]
-    return bool(own and used) and all(any(own[0]["before"].get(number, ())) for number in used)
+    return bool(own and used) and all(any(own[0].before.get(number, ())) for number in used)
 
 
 def _owned_by_none(trace: Trace) -> Findings:
     """Parameters whose gradients DDP averages in each step, and that no rank's optimizer has."""
     steps = [step for rank in trace.ranks for step in rank.steps]
-    if any(step.last("step")["sharded"] for step in steps) or not any(step.all("forward") for step in steps):
+    if any(step.after.sharded for step in steps) or not any(step.all(Forward) for step in steps):
         return
     own = {number for step in steps for number in step.own}
     lost = sorted({n for step in steps for one in step.computed for n in one if any(one[n])} - own, key=int)

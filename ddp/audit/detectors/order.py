@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from ddp.audit.detectors.finding import Finding, Findings
-from ddp.audit.trace import Event, RankTrace, Trace, epochs
+from ddp.audit.trace import RankTrace, Trace, epochs
+from ddp.audit.watch.event_types import Backward, Event, LoaderEnds, Skipped, Stepped, ZeroGrad
 
 
 def detect(trace: Trace) -> Findings:
     first = trace.ranks[0]
     yield from _leftover(first)
     training = [epoch for epoch in epochs(first) if epoch.trains]
-    orders = [(epoch.begin["dataset"], epoch.samples) for epoch in training]
+    orders = [(epoch.begin.dataset, epoch.samples) for epoch in training]
     for number, (data, samples) in enumerate(orders):
         before = orders.index((data, samples))
         if before == number or samples == sorted(samples):
@@ -30,9 +31,9 @@ def _leftover(first: RankTrace) -> Findings:
     over = 0  # how many there are at the epoch's end
     usual = len(first.steps[0].computed) if first.steps else 1
     for event in first.events:
-        if event["kind"] in ("step", "skipped", "zero_grad"):
+        if isinstance(event, (Stepped, Skipped, ZeroGrad)):
             left, over = [], 0
-        elif event["kind"] == "backward":
+        elif isinstance(event, Backward):
             if over and len(left) >= usual:  # a loop that counts on from epoch to epoch takes as many as ever
                 yield Finding(
                     "micro-batches-left-over",
@@ -42,5 +43,5 @@ def _leftover(first: RankTrace) -> Findings:
                 )
                 return
             left.append(event)
-        elif event["kind"] == "epoch_end":
+        elif isinstance(event, LoaderEnds):
             over = over or len(left)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from ddp.audit.detectors.finding import Finding, Findings
 from ddp.audit.trace import Step, Trace
+from ddp.audit.watch.event_types import BeforeStep, JoinBegins, Stepped, Weights
 
 
 def detect(trace: Trace) -> Findings:
     for steps in trace.steps():
-        if any(step.last("step")["sharded"] for step in steps):
+        if any(step.after.sharded for step in steps):
             return  # each rank has another part
         computed = [set[str]().union(*step.computed) for step in steps]  # other parameters may be shards
-        for kind, when in (("before_step", "before"), ("step", "after")):
+        for kind, when in ((BeforeStep, "before"), (Stepped, "after")):
             for number in sorted(differing(steps, kind).intersection(*computed), key=int):
                 yield Finding(
                     "weights-differ",
@@ -22,7 +23,7 @@ def detect(trace: Trace) -> Findings:
                 return
     counts = [len(rank.steps) for rank in trace.ranks]
     fewest, most = counts.index(min(counts)), counts.index(max(counts))
-    if fewest != most and not any(rank.all("join") for rank in trace.ranks):
+    if fewest != most and not any(rank.all(JoinBegins) for rank in trace.ranks):
         yield Finding(
             "step-counts-differ",
             trace.ranks[most].steps[-1].before,
@@ -35,14 +36,14 @@ def detect(trace: Trace) -> Findings:
 
 def unjudged(trace: Trace) -> str:
     """Why no step could be judged; empty if one was."""
-    return "the parameters are sharded" if trace.ranks[0].steps[0].last("step")["sharded"] else ""
+    return "the parameters are sharded" if trace.ranks[0].steps[0].after.sharded else ""
 
 
-def differing(steps: list[Step], kind: str) -> set[str]:
+def differing(steps: list[Step], kind: type[Weights]) -> set[str]:
     """The parameters whose weights differ between ranks.
 
-    :param kind: of the event: before_step or step
+    :param kind: before or after the step
     """
-    sums = [step.last(kind).get("parameters") or {} for step in steps]
+    sums = [step.all(kind)[-1].parameters or {} for step in steps]
     shared = set[str].intersection(*map(set, sums))
     return {number for number in shared if any(own[number] != sums[0][number] for own in sums)}

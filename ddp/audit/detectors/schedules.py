@@ -6,6 +6,7 @@ from collections import Counter
 
 from ddp.audit.detectors.finding import Finding, Findings
 from ddp.audit.trace import Trace, epochs, together
+from ddp.audit.watch.event_types import Average, AverageMade, LoaderBegins, Schedule, ScheduleMade
 
 LONG = 10  # optimizer steps of a script without loaders
 
@@ -13,8 +14,8 @@ LONG = 10  # optimizer steps of a script without loaders
 def detect(trace: Trace) -> Findings:
     first, ranks = trace.ranks[0], trace.world_size
     for step in first.steps[1:]:
-        counts = Counter((event["where"], event["id"]) for event in step.all("schedule"))
-        often = [event for event in step.all("schedule") if counts[event["where"], event["id"]] == ranks > 1]
+        counts = Counter((event.where, event.id) for event in step.all(Schedule))
+        often = [event for event in step.all(Schedule) if counts[event.where, event.id] == ranks > 1]
         if often:
             yield Finding(
                 "scheduler-of-each-process",
@@ -22,32 +23,32 @@ def detect(trace: Trace) -> Findings:
                 f"the schedule takes {ranks} steps for one optimizer step, so it runs {ranks} times too fast",
             )
             break
-    loaders = first.all("epoch")
+    loaders = first.all(LoaderBegins)
     # A schedule would have been stepped by now.
     is_long = sum(epoch.trains for epoch in epochs(first)) > 1 or (not loaders and len(first.steps) >= LONG)
-    stepped = {event["optimizer"] for event in first.all("schedule", "average")}
-    for event in first.all("schedule_made", "average_made"):
-        if is_long and event["optimizer"] not in stepped:
+    stepped = {event.optimizer for event in first.all(Schedule, Average)}
+    for event in first.all(ScheduleMade, AverageMade):
+        if is_long and event.optimizer not in stepped:
             yield Finding(
-                "schedule-never-stepped" if event["kind"] == "schedule_made" else "average-never-updated",
+                "schedule-never-stepped" if isinstance(event, ScheduleMade) else "average-never-updated",
                 event,
-                f"neither this {event['schedule']} nor another of its optimizer is ever stepped or updated",
+                f"neither this {event.name} nor another of its optimizer is ever stepped or updated",
                 # It may be meant for later than this run ends.
-                is_hint=event["kind"] == "average_made" or not loaders,
+                is_hint=isinstance(event, AverageMade) or not loaders,
             )
-    for events in together(trace.ranks, "schedule"):
-        metrics = [event["metric"] for event in events]
+    for events in together(trace.ranks, Schedule):
+        metrics = [event.metric for event in events]
         if len(set(metrics)) > 1:
             yield Finding(
                 "schedule-decides-by-rank",
                 events[0],
-                f"{events[0]['schedule']} decides on each rank by the rank's own value: {metrics[0]:.4g} on rank 0, {metrics[1]:.4g} on "
+                f"{events[0].name} decides on each rank by the rank's own value: {metrics[0]:.4g} on rank 0, {metrics[1]:.4g} on "
                 "rank 1",
                 diverges=True,
             )
             return
     for steps in trace.steps():
-        rates = [step.before["rates"] for step in steps]
+        rates = [step.before.rates for step in steps]
         if min(rates) != max(rates):
             yield Finding(
                 "rates-differ", steps[0].before, f"the ranks use different learning rates: {rates}", diverges=True

@@ -9,11 +9,13 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
-from operator import itemgetter
+from dataclasses import replace
+from operator import attrgetter
 
 from ddp.audit.detectors.averages import factor_of
 from ddp.audit.detectors.finding import Finding, Findings
-from ddp.audit.trace import Event, Step, Trace
+from ddp.audit.trace import Step, Trace
+from ddp.audit.watch.event_types import Loss, PutBack, ZeroGrad
 
 equal = functools.partial(math.isclose, rel_tol=1e-3)
 
@@ -25,50 +27,60 @@ def detect(trace: Trace) -> Findings:
 
 def unjudged(trace: Trace) -> str:
     """Why no step could be judged; empty if one was."""
-    return "" if any(rank.all("loss") for rank in trace.ranks) else "no loss of torch.nn.functional was seen"
+    return "" if any(rank.all(Loss) for rank in trace.ranks) else "no loss of torch.nn.functional was seen"
 
 
-def _losses(rank: int, step: Step) -> list[Event]:
-    """The losses of a step, each with the weight of a term."""
-    losses: list[Event] = []
+class _Loss(Loss):
+    """A loss, with the weight of a term in the step.
+
+    :ivar total: the weights of all terms of its call together, averaged over the ranks
+    """
+
+    rank: int
+    total: float = 0.0
+
+
+def _losses(rank: int, step: Step) -> list[_Loss]:
+    losses: list[_Loss] = []
     for event in step.events:
-        if event["kind"] == "zero_grad":
+        if isinstance(event, ZeroGrad):
             losses.clear()  # their gradients are gone
-        elif event["kind"] == "loss" and event["terms"]:
-            losses.append(event | {"weight": abs(event["weight"]) / step.scale, "rank": rank})
+        elif isinstance(event, Loss) and event.terms:
+            weight = abs(event.weight) / step.scale
+            losses.append(_Loss(**vars(event) | {"weight": weight, "rank": rank}))
     return losses
 
 
 def _of_step(steps: list[Step]) -> Findings:
     ranks, passes = len(steps), 1
-    by_call: dict[str, list[Event]] = {}  # for each call in the script
+    by_call: dict[str, list[_Loss]] = {}  # for each call in the script
     for rank, step in enumerate(steps):
         for loss in _losses(rank, step):
-            by_call.setdefault(loss["call"], []).append(loss)
-    totals: list[Event] = []  # a loss of each call, with the weights of all terms together, averaged over the ranks
+            by_call.setdefault(loss.call, []).append(loss)
+    totals: list[_Loss] = []  # a loss of each call
     for losses in by_call.values():
-        if not all(0 < loss["weight"] < math.inf for loss in losses):
+        if not all(0 < loss.weight < math.inf for loss in losses):
             return
-        losses.sort(key=itemgetter("weight"))
+        losses.sort(key=attrgetter("weight"))
         low, high = losses[0], losses[-1]
-        if low["terms"] != high["terms"] and not equal(low["weight"], high["weight"]):
+        if low.terms != high.terms and not equal(low.weight, high.weight):
             yield Finding(
                 "mean-of-means",
                 high,
-                f"a mean of means: a term of the loss weighs {high['weight']:.3g} in a micro-batch of {high['terms']} terms on rank "
-                f"{high['rank']}, and {low['weight']:.3g} in one of {low['terms']} on rank {low['rank']}",
+                f"a mean of means: a term of the loss weighs {high.weight:.3g} in a micro-batch of {high.terms} terms on rank "
+                f"{high.rank}, and {low.weight:.3g} in one of {low.terms} on rank {low.rank}",
             )
             return
-        total = sum(loss["weight"] * loss["terms"] for loss in losses) / ranks
-        if not high["is_mean"] and equal(sum(loss["weight"] * loss["samples"] for loss in losses) / ranks, 1):
+        total = sum(loss.weight * loss.terms for loss in losses) / ranks
+        if not high.is_mean and equal(sum(loss.weight * loss.samples for loss in losses) / ranks, 1):
             total = 1.0  # the script adds up a sample's elements, and takes the mean over the samples
-        totals.append(high | {"total": total})
-        passes = max(passes, *Counter(loss["rank"] for loss in losses).values())
+        totals.append(replace(high, total=total))
+        passes = max(passes, *Counter(loss.rank for loss in losses).values())
     if not totals or passes > len(steps[0].computed):
         return  # a call in a loop, such as over the heads of a network
-    of_least = min(totals, key=itemgetter("total"))
-    together, least = sum(loss["total"] for loss in totals), of_least["total"]
-    if any(step.all("put_back") for step in steps):
+    of_least = min(totals, key=attrgetter("total"))
+    together, least = sum((loss.total for loss in totals), 0.0), of_least.total
+    if any(step.all(PutBack) for step in steps):
         # A batch was gathered from all ranks. Each rank's loss is that of the global batch, and leads to its own part of the gradient.
         if equal(together, 1):
             yield Finding(

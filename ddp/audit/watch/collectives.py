@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .event_types import Collective, PutBack, WithoutGradient
 from .events import Call, Look, called_by_script, emit, frames, watch, where
 from .tensors import are_parameters, find_tensors
 
@@ -33,8 +34,7 @@ def collective(call: Call) -> Look:
     # HACK: the private task id tells that a backward pass runs. If torch renames it, the audited script ends with AttributeError.
     if name == "all_gather" and called_by_script():
         _gathered.append((call.get("tensor_list"), call.get("tensor").requires_grad, where()))
-    emit(
-        "collective",
+    event = Collective(
         name=name,
         before=before,
         after=[scalar.item() for scalar in scalars],
@@ -42,6 +42,7 @@ def collective(call: Call) -> Look:
         requires_grad=any(tensor.requires_grad and not tensor.is_leaf for tensor in found),
         sends_parameter=torch._C._current_graph_task_id() != -1 and are_parameters(found),
     )
+    emit(event)
 
 
 @watch(torch.autograd, "backward")
@@ -49,6 +50,6 @@ def backward(call: Call) -> Look:
     for gathered, needed, line in _gathered:
         put_back = any(tensor.requires_grad for tensor in find_tensors(gathered))
         if needed or put_back:
-            emit("put_back" if put_back else "without_gradient", where=line)
+            emit(PutBack(where=line) if put_back else WithoutGradient(where=line))
     _gathered.clear()
     yield

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import inspect
-import json
-import operator
 import os
 import sys
 import sysconfig
 import threading
 import traceback
 from collections.abc import Callable, Generator, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import torch
+
+from .event_types import Event, Process, WatchError, as_line
 
 directory = Path(os.environ["DDP_AUDIT_DIRECTORY"])
 _QUICK = bool(os.environ.get("DDP_AUDIT_QUICK"))
@@ -31,20 +31,16 @@ _file = -1
 steps = 0  # optimizer steps of this process
 
 
-def emit(kind: str, **fields: Any) -> None:
-    """Write an event at once, since a process may be killed.
-
-    :param fields: what JSON can hold, and tensors and numpy's numbers; ``where`` is the present line, if no other is given
-    """
-    event = {"kind": kind, "step": steps, "where": where(), **fields}
-    os.write(_file, json.dumps(event, default=operator.methodcaller("tolist")).encode() + b"\n")
+def emit(event: Event) -> None:
+    """Write an event at once, since a process may be killed."""
+    os.write(_file, as_line(dataclasses.replace(event, step=steps, where=event.where or where())))
 
 
 def _begin() -> None:
     """Each process has a file of its own, a forked one too."""
     global _file
     _file = os.open(directory / f"{os.getpid()}.jsonl", os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o600)
-    emit("process", pid=os.getpid(), parent=os.getppid())
+    emit(Process(pid=os.getpid(), parent=os.getppid()))
 
 
 def detailed() -> bool:
@@ -91,7 +87,7 @@ def _is_library(file: str) -> bool:
     return any(folder in _LIBRARIES or folder.name in _PACKAGES for folder in Path(file).resolve().parents)
 
 
-@dataclass
+@dataclasses.dataclass
 class Call:
     """A call of a watched function.
 
@@ -179,7 +175,7 @@ def quiet() -> Iterator[None]:
         with torch.no_grad():
             yield
     except Exception:
-        emit("watch_error", text=traceback.format_exc(limit=-4))
+        emit(WatchError(text=traceback.format_exc(limit=-4)))
     finally:
         thread.quiet = before
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from . import events
+from .event_types import Load, Rename, Save, Write
 from .events import Call, Look, emit, watch, where
 from .tensors import are_parameters, checksum, find_tensors, walk
 
@@ -28,18 +29,18 @@ def save(call: Call) -> Look:
     yield
     obj, in_thread = call.get("obj"), threading.current_thread() is not threading.main_thread()
     tensors = find_tensors(obj)
-    emit(
-        "save",
+    event = Save(
         path=_path(call.get("f")),
         live=(in_thread or steps != events.steps) and are_parameters(tensors),
         states=sorted(set(_states(obj))),
         checksums=[checksum(tensor) for tensor in tensors if tensor.is_floating_point()],
     )
+    emit(event)
 
 
 @watch(torch, "load")
 def load(call: Call) -> Look:
-    emit("load", path=_path(call.get("f")))
+    emit(Load(path=_path(call.get("f"))))
     yield
 
 
@@ -53,11 +54,11 @@ def start(call: Call) -> Look:
 def _on_audit_event(event: str, args: tuple[Any, ...]) -> None:
     """Python tells of every file that is opened or renamed, by whichever function."""
     if event == "os.rename" and not sys._getframe(1).f_code.co_filename.startswith(_CACHES):
-        emit("rename", path=_path(args[1]))
+        emit(Rename(path=_path(args[1])))
     elif event == "open" and isinstance(args[0], str) and args[2] & (os.O_WRONLY | os.O_RDWR):
         path = os.path.realpath(args[0])
         if os.path.dirname(path) != _TEMPORARY and not path.startswith((os.fspath(events.directory), "/dev/")):
-            emit("write", path=path)
+            emit(Write(path=path))
 
 
 def _path(f: Any) -> str | None:

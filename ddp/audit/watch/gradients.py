@@ -10,16 +10,17 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from . import tensors
+from .event_types import Backward, Probes, ZeroGrad
 from .events import Call, Look, detailed, emit, quiet, watch
 
-_computed: dict[int, Tensor] = {}  # the probes by number of the parameter, in the running backward pass
-_hooked: set[int] = set()
+_computed: dict[str, Tensor] = {}  # the probes by number of the parameter, in the running backward pass
+_hooked: set[str] = set()
 
 
 @watch(torch.optim.Optimizer, "zero_grad")
 @watch(torch.nn.Module, "zero_grad")
 def zero_grad(call: Call) -> Look:
-    emit("zero_grad")
+    emit(ZeroGrad())
     yield
 
 
@@ -30,15 +31,11 @@ def backward(call: Call) -> Look:
     before = gradient_probes() if detailed() else {}
     yield
     if not detailed():
-        emit("backward")
+        emit(Backward(before={}, computed={}, norm=None, weights={}))
         return
-    emit(
-        "backward",
-        before=before,
-        computed=_computed,
-        norm=_norm(),
-        weights={n: tensors.checksum(p) for n, p in tensors.alive().items() if n in list(_computed)[:1]},
-    )
+    computed = {number: probe.tolist() for number, probe in _computed.items()}
+    weights = {n: tensors.checksum(p) for n, p in tensors.alive().items() if n in list(computed)[:1]}
+    emit(Backward(before=before, computed=computed, norm=_norm(), weights=weights))
 
 
 def watch_parameters() -> None:
@@ -50,16 +47,16 @@ def watch_parameters() -> None:
 
 
 @quiet()
-def _remember(number: int, parameter: weakref.ref[Tensor], gradient: Tensor) -> None:
+def _remember(number: str, parameter: weakref.ref[Tensor], gradient: Tensor) -> None:
     """Some wrappers run the hooks of shards themselves, on averages. Those are not computed by autograd's node of the parameter."""
     own = parameter()
     if detailed() and own is not None and get_gradient_edge(own).node is torch._C._current_autograd_node():
         _computed[number] = tensors.probe(gradient) + _computed.get(number, 0)
 
 
-def gradient_probes() -> dict[int, Tensor]:
+def gradient_probes() -> Probes:
     """Facts about all gradients that there are."""
-    return {n: tensors.probe(p.grad) for n, p in tensors.alive().items() if p.grad is not None}
+    return {n: tensors.probe(p.grad).tolist() for n, p in tensors.alive().items() if p.grad is not None}
 
 
 def _norm() -> float | None:

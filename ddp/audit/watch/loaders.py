@@ -18,6 +18,7 @@ from torch.utils import data
 from torch.utils.data._utils import fetch
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from .event_types import Batch, LoaderBegins, LoaderEnds, WeightedMade, WeightedOrder, Worker
 from .events import Call, Look, emit, is_below, watch, where
 from .tensors import find_tensors, rows
 
@@ -45,8 +46,7 @@ def iterate(call: Call) -> Look:
     iterator._audit_number = next(_next_number)
     sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
     iterable = isinstance(loader.dataset, data.IterableDataset)
-    emit(
-        "epoch",
+    event = LoaderBegins(
         iterator=iterator._audit_number,
         dataset=id(loader.dataset),
         length=0 if iterable else operator.length_hint(loader.dataset),  # 0 if it is not known
@@ -57,6 +57,7 @@ def iterate(call: Call) -> Look:
         workers=loader.num_workers,
         where=loader._audit_made,
     )
+    emit(event)
 
 
 @watch(_BaseDataLoaderIter, "_next_index")
@@ -71,11 +72,11 @@ def next_batch(call: Call) -> Look:
     try:
         yield
     except GeneratorExit:  # there is no further batch
-        emit("epoch_end", iterator=iterator._audit_number)
+        emit(LoaderEnds(iterator=iterator._audit_number))
         return
     indices = _integers(iterator._audit_indices.pop(0) if iterator._audit_indices else None)
     labels = [one for one in find_tensors(call.result) if not one.is_floating_point()]  # no augmentation changes them
-    emit("batch", iterator=iterator._audit_number, indices=indices, rows=rows(call.result), targets=rows(labels))
+    emit(Batch(iterator=iterator._audit_number, indices=indices, rows=rows(call.result), targets=rows(labels)))
 
 
 def _integers(indices: Any) -> list[int] | None:
@@ -91,13 +92,13 @@ def _integers(indices: Any) -> list[int] | None:
 
 @watch(data.WeightedRandomSampler, "__init__")
 def weigh(call: Call) -> Look:
-    emit("weighted_sampler", sampler=id(call.args[0]))
+    emit(WeightedMade(sampler=id(call.args[0])))
     yield
 
 
 @watch(data.WeightedRandomSampler, "__iter__")
 def iterate_weighted(call: Call) -> Look:
-    emit("weighted_order", sampler=id(call.args[0]))
+    emit(WeightedOrder(sampler=id(call.args[0])))
     yield
 
 
@@ -109,7 +110,7 @@ def fetched(call: Call) -> Look:
     yield
     if data.get_worker_info():
         own = [np.random.mtrand._rand, random._inst, torch.default_generator]
-        emit("worker", generators=_checksums(_generators(call.args[0].dataset)), worker=_checksums(own))
+        emit(Worker(generators=_checksums(_generators(call.args[0].dataset)), worker=_checksums(own)))
 
 
 def _generators(dataset: Any) -> list[Any]:

@@ -5,12 +5,13 @@ A term's weight in the step follows from both, whatever the script divides or mu
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor
 
+from .event_types import Loss
 from .events import Call, Look, emit, quiet, watch, where
 from .tensors import probe
 
@@ -37,15 +38,23 @@ def loss(call: Call) -> Look:
             return  # terms of different weights by design
         terms = len(target) if target.is_floating_point() else int((target != call.get("ignore_index", -100)).sum())
     samples = len(target) if target.dim() else 1
-    of = {"samples": samples, "probes": [probe(call.get("input")), probe(target)]}
-    of |= {"where": where(), "call": where(with_instruction=True)}
-    call.result.register_hook(functools.partial(_weighted, call.get("reduction", "mean"), terms, of))
+    reduction = call.get("reduction", "mean")
+    event = Loss(
+        where=where(),
+        call=where(with_instruction=True),
+        samples=samples,
+        terms=terms,
+        weight=0.0,
+        is_mean=reduction == "mean",
+        probes=[probe(call.get("input")).tolist(), probe(target).tolist()],
+    )
+    call.result.register_hook(functools.partial(_weighted, reduction, event))
 
 
 @quiet()
-def _weighted(reduction: str, terms: int, of: dict[str, Any], factor: Tensor) -> None:
+def _weighted(reduction: str, event: Loss, factor: Tensor) -> None:
     factors = factor.detach().double()
     factors = factors[factors != 0]  # a term that is masked has no weight
-    terms = factors.numel() if reduction == "none" else terms if factors.numel() else 0
+    terms = factors.numel() if reduction == "none" else event.terms if factors.numel() else 0
     weight = factors.mean().item() / (terms if reduction == "mean" else 1) if terms else 0.0
-    emit("loss", terms=terms, weight=weight, is_mean=reduction == "mean", **of)
+    emit(dataclasses.replace(event, terms=terms, weight=weight))

@@ -14,6 +14,20 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.optim.swa_utils import AveragedModel
 
 from . import events
+from .event_types import (
+    Autocast,
+    Average,
+    AverageMade,
+    BeforeStep,
+    Checksums,
+    Clip,
+    Scale,
+    Schedule,
+    ScheduleMade,
+    Skipped,
+    Stepped,
+    Unscale,
+)
 from .events import Call, Look, detailed, emit, is_below, quiet, thread, watch
 from .gradients import gradient_probes, watch_parameters
 from .tensors import checksum, is_shard, number_of
@@ -30,7 +44,7 @@ def add_param_group(call: Call) -> Look:
     watch_parameters()
 
 
-def _parameters(optimizer: Any) -> dict[int, Tensor]:
+def _parameters(optimizer: Any) -> dict[str, Tensor]:
     """The optimizer's parameters by number."""
     return {number_of(parameter): parameter for group in optimizer.param_groups for parameter in group["params"]}
 
@@ -55,12 +69,15 @@ def _look(optimizer: Any) -> None:
     if is_below(MAKES_STATE):
         return
     own = _parameters(optimizer)
-    fields: dict[str, Any] = {"own": list(own), "scaler": step in thread.running}
-    fields["rates"] = [float(group["lr"]) for group in optimizer.param_groups]
-    fields["without_gradient"] = [n for n, p in own.items() if p.requires_grad and p.grad is None]
-    if detailed():
-        fields |= {"gradients": gradient_probes(), "parameters": _checksums(own)}
-    emit("before_step", **fields)
+    event = BeforeStep(
+        own=list(own),
+        scaler=step in thread.running,
+        rates=[float(group["lr"]) for group in optimizer.param_groups],
+        without_gradient=[n for n, p in own.items() if p.requires_grad and p.grad is None],
+        gradients=gradient_probes() if detailed() else {},
+        parameters=_checksums(own) if detailed() else None,
+    )
+    emit(event)
 
 
 @quiet()
@@ -68,13 +85,13 @@ def _after_step(optimizer: Any, *_: Any) -> None:
     if is_below(MAKES_STATE):
         return
     own = _parameters(optimizer)
-    emit("step", parameters=_checksums(own) if detailed() else None, sharded=any(map(is_shard, own.values())))
+    emit(Stepped(parameters=_checksums(own) if detailed() else None, sharded=any(map(is_shard, own.values()))))
     events.steps += 1
     if events.steps == KILL_AT:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _checksums(parameters: dict[int, Tensor]) -> dict[int, int]:
+def _checksums(parameters: dict[str, Tensor]) -> Checksums:
     return {number: checksum(parameter) for number, parameter in parameters.items()}
 
 
@@ -83,14 +100,15 @@ def schedule(call: Call) -> Look:
     """A schedule, or an average of weights, is made, or takes a step."""
     yield
     if schedule not in thread.running:  # SequentialLR calls the steps of others, and each constructor takes a step
-        of, made, metric = call.args[0], "_made" * (call.function.__name__ == "__init__"), call.get("metrics")
-        emit(
-            ("average" if isinstance(of, AveragedModel) else "schedule") + made,
-            schedule=type(of).__name__,
+        of, metric = call.args[0], call.get("metrics")
+        kinds = (Average, AverageMade) if isinstance(of, AveragedModel) else (Schedule, ScheduleMade)
+        event = kinds[call.function.__name__ == "__init__"](
+            name=type(of).__name__,
             id=id(of),
-            metric=None if metric is None else float(metric),
             optimizer=id(getattr(of, "optimizer", of)),
+            metric=None if metric is None else float(metric),
         )
+        emit(event)
 
 
 for scheduler in (LRScheduler, *LRScheduler.__subclasses__()):
@@ -104,14 +122,14 @@ def clip(call: Call) -> Look:
     limit, norm = call.get("max_norm"), call.get("total_norm", call.result)
     if limit is None or limit < float("inf"):
         known = not hasattr(norm, "_local_tensor")  # the norm of a DTensor would need a collective
-        emit("clip", norm=norm if known else None, limit=limit and float(limit))
+        emit(Clip(norm=None if norm is None or not known else float(norm), limit=limit and float(limit)))
 
 
 @watch(torch.amp.autocast_mode.autocast, "__enter__")
 def autocast(call: Call) -> Look:
     context = call.args[0]
     if context._enabled:
-        emit("autocast", eps=torch.finfo(context.fast_dtype).eps)
+        emit(Autocast(eps=torch.finfo(context.fast_dtype).eps))
     yield
 
 
@@ -120,7 +138,7 @@ def scale(call: Call) -> Look:
     yield
     scaler = call.args[0]
     if scaler.is_enabled():
-        emit(call.function.__name__.rstrip("_"), scale=scaler.get_scale())
+        emit(Scale(scale=scaler.get_scale()) if call.function.__name__ == "scale" else Unscale())
 
 
 @watch(GradScaler, "step")
@@ -128,7 +146,7 @@ def step(call: Call) -> Look:
     steps = events.steps
     yield
     if call.args[0].is_enabled() and events.steps == steps:
-        emit("skipped")
+        emit(Skipped())
 
 
 register_optimizer_step_pre_hook(_before_step)

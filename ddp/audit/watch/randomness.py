@@ -7,6 +7,7 @@ from collections import Counter
 import torch
 
 from . import events
+from .event_types import Draw
 from .events import Call, Look, called_by_script, emit, watch
 from .tensors import checksum
 
@@ -21,4 +22,4 @@ def draw(call: Call) -> Look:
     if called_by_script():
         _draws[events.steps] += 1
         if _draws[events.steps] <= MOST_DRAWS and drawn.dim():
-            emit("draw", function=function.__name__, shape=drawn.shape, checksum=checksum(drawn))
+            emit(Draw(function=function.__name__, shape=drawn.shape, checksum=checksum(drawn)))

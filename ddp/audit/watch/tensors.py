@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from .event_types import Names
 from .events import emit
 
 _ELEMENTS, _WEIGHTINGS = 256, 2
@@ -27,16 +28,16 @@ _next_number = itertools.count()
 _places: dict[torch.Size, tuple[Tensor, ...]] = {}  # of the elements that a probe takes from a tensor of this shape
 
 
-def number_of(parameter: Tensor) -> int:
+def number_of(parameter: Tensor) -> str:
     """A parameter's number, which it gets when it is met first."""
     number = _numbers.get(parameter)
     if number is None:
-        number = _numbers[parameter] = next(_next_number)
-        emit("names", names={number: f"parameter {number} of shape {tuple(parameter.shape)}"})
-    return int(number)
+        number = _numbers[parameter] = str(next(_next_number))
+        emit(Names(names={number: f"parameter {number} of shape {tuple(parameter.shape)}"}))
+    return str(number)
 
 
-def alive() -> dict[int, Tensor]:
+def alive() -> dict[str, Tensor]:
     """The parameters that there are, by number."""
     return {number: parameter for parameter, number in _numbers.items()}
 

@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
+from .event_types import Around, Evaluation, Flag, Forward, Group, JoinBegins, Names
 from .events import (
     Call,
     Look,
@@ -41,7 +42,7 @@ _RANDOM = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._BatchNorm)
 def init_process_group(call: Call) -> Look:
     yield
     rank = dist.get_rank()
-    emit("group", rank=rank)
+    emit(Group(rank=rank))
     stack = open(directory / f"{os.getpid()}.stack", "w")  # noqa: SIM115  it stays open
     stack.write(f"{rank}\n")
     stack.flush()
@@ -53,7 +54,7 @@ def init_process_group(call: Call) -> Look:
 
 @watch(Join, "__enter__")
 def join(call: Call) -> Look:
-    emit("join")
+    emit(JoinBegins())
     yield
 
 
@@ -61,7 +62,7 @@ def join(call: Call) -> Look:
 def wrap(call: Call) -> Look:
     yield
     wrapper = call.args[0]
-    emit("names", names={number_of(parameter): name for name, parameter in wrapper.module.named_parameters()})
+    emit(Names(names={number_of(parameter): name for name, parameter in wrapper.module.named_parameters()}))
     wrapper._audit_hooked = _hooked(wrapper.module)
     for submodule in wrapper.module.modules():
         submodule.register_forward_pre_hook(functools.partial(_before_forward, wrapper.module))
@@ -70,7 +71,7 @@ def wrap(call: Call) -> Look:
 @watch(DistributedDataParallel, "__setattr__")
 def assign(call: Call) -> Look:
     if call.args[1] == "require_backward_grad_sync" and called_by_script():
-        emit("flag")
+        emit(Flag())
     yield
 
 
@@ -82,8 +83,7 @@ def forward(call: Call) -> Look:
     if not thread.gradients:
         return
     wrapper, *inputs = call.args
-    emit(
-        "forward",
+    event = Forward(
         lost=not _hooked(wrapper.module).items() <= wrapper._audit_hooked.items(),
         rows=rows([inputs, call.kwargs]) if detailed() else [],
         drawn_from=None if before == checksum(torch.get_rng_state()) else before,
@@ -92,6 +92,7 @@ def forward(call: Call) -> Look:
         synchronizes=wrapper.require_backward_grad_sync,
         synchronizes_batchnorm=any(isinstance(one, nn.SyncBatchNorm) for one in wrapper.modules()),
     )
+    emit(event)
 
 
 def _hooked(module: nn.Module) -> dict[str, tuple[int, str, str]]:
@@ -110,10 +111,10 @@ def _before_forward(root: nn.Module, module: nn.Module, _: Any) -> None:
         return  # update_bn must run in training mode
     _seen.add(kind)
     if trains:
-        emit("around")
+        emit(Around())
     else:
         sums = [checksum(buffer) for buffer in root.buffers()]
-        emit("evaluation", training=module.training, random=_random_layer(module), buffers=sums)
+        emit(Evaluation(training=module.training, random=_random_layer(module), buffers=sums))
 
 
 def _random_layer(module: nn.Module) -> str | None:

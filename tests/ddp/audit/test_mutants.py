@@ -13,6 +13,7 @@ from ddp.audit.detectors import find
 from ddp.audit.libraries.__main__ import EXAMPLES, FOLDER
 from ddp.audit.trace import Trace, epochs
 from ddp.audit.vary import RUN
+from ddp.audit.watch.event_types import Save
 from tests.ddp.audit.forked import watch
 from tests.ddp.audit.mutants import Mutant, mutants
 from tests.ddp.audit.test_vary import varied
@@ -89,9 +90,9 @@ def summary(trace: Trace) -> str:
     return json.dumps(
         [
             (
-                [step.last("step")["parameters"] for step in rank.steps[-1:]],
+                [step.after.parameters for step in rank.steps[-1:]],
                 [(epoch.trains, epoch.samples, epoch.rows) for epoch in epochs(rank)],
-                [(event["path"], event["checksums"]) for event in rank.all("save")],
+                [(event.path, event.checksums) for event in rank.all(Save)],
             )
             for rank in trace.ranks
         ]

@@ -14,6 +14,7 @@ from ddp.audit.detectors import unjudged
 from ddp.audit.detectors.finding import KINDS, PAGE, Finding
 from ddp.audit.names import explain, is_ignored
 from ddp.audit.vary import KINDS as WAYS
+from ddp.audit.watch.event_types import Event
 from ddp.museum.__main__ import FOLDER, exhibits
 from tests.ddp.audit import scripts
 from tests.ddp.audit.forked import watch
@@ -24,7 +25,7 @@ LINE = next(n for n, line in enumerate(EXHIBIT.read_text().splitlines(), 1) if "
 
 
 def finding(path: Path, line: int = 1) -> Finding:
-    return Finding("same-order", {"where": f"{path}:{line}", "step": 3}, "100 %: the same,\nagain", 0)
+    return Finding("same-order", Event(where=f"{path}:{line}", step=3), "100 %: the same,\nagain", 0)
 
 
 def test_each_name_of_a_finding_is_explained_and_each_explained_one_is_found() -> None:

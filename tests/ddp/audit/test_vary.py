@@ -10,6 +10,7 @@ import pytest
 from ddp.audit.libraries.__main__ import FLAGS, FOLDER
 from ddp.audit.trace import RankTrace, Trace
 from ddp.audit.vary import KINDS, Variation, plan, vary
+from ddp.audit.watch.event_types import JoinBegins
 from tests.ddp.audit.forked import watch
 
 SCRIPT = FOLDER / "torch_alone.py"
@@ -68,6 +69,6 @@ def test_a_script_that_starts_its_own_ranks_is_not_compared() -> None:
 
 
 def test_steps_under_join_are_not_compared() -> None:
-    joined = Trace([RankTrace([{"kind": "join"}], rank, []) for rank in range(2)], [], {})
+    joined = Trace([RankTrace([JoinBegins()], rank, []) for rank in range(2)], [], {})
     (found,) = vary(plan(["micro-steps"], ["x.py", "--steps", "2"], 2, None, "steps", None), joined, lambda *_: joined)
     assert found.text.startswith("not compared: under join") and not found.is_judged

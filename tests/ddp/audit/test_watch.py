@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from ddp.audit.watch.event_types import Collective
 from tests.ddp.audit import scripts
 from tests.ddp.audit.forked import watch
 
@@ -40,12 +41,12 @@ def test_collectives_are_seen_by_their_old_and_new_names(tmp_path: Path) -> None
     path = tmp_path / "script.py"
     path.write_text(COLLECTIVES)
     for rank in watch(tmp_path, [str(path)]).ranks:
-        events = rank.all("collective")
-        assert [event["name"] for event in events] == [
+        events = rank.all(Collective)
+        assert [event.name for event in events] == [
             *(name for name in (NEW[0], "all_gather_into_tensor", NEW[1]) if hasattr(dist, name)),
             *("reduce_scatter_tensor", "reduce_scatter", "all_to_all_single", "scatter", "all_reduce"),
             *("scatter_object_list", "monitored_barrier"),
         ]
-        by_name = {event["name"]: event for event in events}
-        assert (by_name["all_reduce"]["before"], by_name["all_reduce"]["after"]) == ([1.5], [3.0])
-        assert [name for name, event in by_name.items() if event["gaps"]] == ["all_to_all_single", "scatter"]
+        by_name = {event.name: event for event in events}
+        assert (by_name["all_reduce"].before, by_name["all_reduce"].after) == ([1.5], [3.0])
+        assert [name for name, event in by_name.items() if event.gaps] == ["all_to_all_single", "scatter"]
