@@ -74,7 +74,7 @@ def _row(title: str, arguments: Sequence[str]) -> str:
         (way,) = (way for way in VARIATIONS if one["what"].startswith(way))
         cells[way] = one["text"].partition(" (")[0].replace("the same samples and the same bits", "the same bits")
     findings = (one for one in result.get("findings", ()) if not one["is_hint"])
-    texts = [one["text"] for one in findings if not one["text"].startswith(VARIATIONS)]
+    texts = [one["text"] for one in findings if not one["name"].startswith("vary-")]
     if done.returncode > 1 or not result:
         texts = [f"not judged: {done.stderr.splitlines()[-1].removeprefix('error: ')}"]
     return f"| {title} | {'; '.join(texts) or 'nothing'} | {' | '.join(cells.values())} |"
