@@ -6,15 +6,14 @@ rank's running statistics drift apart. There are two remedies, and both are here
 - :func:`make_buffers_equal`: let the ranks differ while training, and average the running statistics before they are used,
   that is, at the end of an epoch, before the evaluation and the checkpoint. (By default DDP sends rank 0's before
   forward passes, in every step: a collective per step, for numbers that a training step never reads.)
-- :class:`SyncBatchNorm`: normalize by the statistics of the global batch, so that the result does not depend on how it
-  was divided. torch's own works on accelerators only; this one works wherever the backend does.
+- :func:`convert_sync_batchnorm`: normalize by the statistics of the global batch, so that the result does not depend on how it
+  was divided. torch's own works on accelerators only; :mod:`ddp.sync_batchnorm` works wherever the backend does.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,6 +22,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from common.errors import UsageError
 from ddp.by_hand.replicas import broadcast
+from ddp.sync_batchnorm import SyncBatchNorm
 
 logger = logging.getLogger("ddp.train")
 
@@ -73,88 +73,8 @@ def _log_once(names: tuple[str, ...]) -> None:
         logger.info("each rank computes its own %s: at the end of each epoch, all take rank 0's", ", ".join(names))
 
 
-class _SynchronizedNormalization(torch.autograd.Function):
-    """y = (x - mean) * invstd * weight + bias, with mean and variance over all ranks; the derivative likewise."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        axes = [axis for axis in range(x.dim()) if axis != 1]
-        count = x.numel() // x.shape[1]
-        variance, mean = torch.var_mean(x, axes, correction=0)
-        # Every rank's count, mean and variance; combined as in Chan, Golub and LeVeque (1979): no sum of squares, whose
-        # difference from the squared sum would lose the small digits.
-        mine = torch.cat([mean, variance, mean.new_full((1,), count)])
-        everyone = mine.new_empty(dist.get_world_size(), mine.numel())
-        dist.all_gather(list(everyone.unbind()), mine)
-        means, variances, counts = everyone.split([x.shape[1], x.shape[1], 1], dim=1)
-        total = counts.sum()
-        mean = (counts * means).sum(0) / total
-        variance = (counts * (variances + (means - mean) ** 2)).sum(0) / total
-
-        invstd = torch.rsqrt(variance + eps)
-        normalized = (x - _per_channel(mean, x)) * _per_channel(invstd, x)
-        ctx.save_for_backward(normalized, weight, invstd, total)
-        ctx.axes, ctx.has_bias = axes, bias is not None
-        y = normalized
-        if weight is not None:
-            y = y * _per_channel(weight, x)
-        if bias is not None:
-            y = y + _per_channel(bias, x)
-        ctx.mark_non_differentiable(mean, variance, total)
-        return y, mean, variance, total
-
-    @staticmethod
-    def backward(ctx: Any, grad_y: Tensor, *_: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None]:
-        normalized, weight, invstd, total = ctx.saved_tensors
-        grad_bias = grad_y.sum(ctx.axes)
-        grad_weight = (grad_y * normalized).sum(ctx.axes)
-        # The weights' gradients stay this rank's own: DDP averages them with all others. The input's needs the sums over
-        # the global batch, since every sample had a part in the mean and the variance.
-        sums = torch.stack([grad_bias, grad_weight])
-        dist.all_reduce(sums)
-        grad_x = grad_y - (_per_channel(sums[0], grad_y) + normalized * _per_channel(sums[1], grad_y)) / total
-        scale = invstd if weight is None else invstd * weight
-        return (
-            grad_x * _per_channel(scale, grad_y),
-            None if weight is None else grad_weight,
-            grad_bias if ctx.has_bias else None,
-            None,
-        )
-
-
-class SyncBatchNorm(_BatchNorm):
-    """BatchNorm over the global batch, on any device and backend; the mathematics of ``torch.nn.SyncBatchNorm``.
-
-    Input float ``[n, channels, ...]``, n may differ between the ranks. Two collectives per training step and layer: a
-    gather of 2 x channels + 1 numbers in the forward pass, an all-reduce of 2 x channels in the backward pass.
-    """
-
-    def _check_input_dim(self, input: Tensor) -> None:
-        if input.dim() < 2:
-            raise ValueError(f"expected an input of at least 2 dimensions, got {input.dim()}")
-
-    def forward(self, input: Tensor) -> Tensor:
-        self._check_input_dim(input)
-        if not self.training:
-            return super().forward(input)
-        output, mean, variance, total = _SynchronizedNormalization.apply(
-            input if input.dtype == torch.float64 else input.float(), self.weight, self.bias, self.eps
-        )
-        if self.track_running_stats:
-            with torch.no_grad():
-                assert self.num_batches_tracked is not None
-                self.num_batches_tracked += 1
-                share = 1 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
-                self.running_mean.lerp_(mean, share)  # type: ignore[union-attr]
-                self.running_var.lerp_(variance * total / (total - 1), share)  # type: ignore[union-attr]
-        normalized: Tensor = output.to(input.dtype)
-        return normalized
-
-
 def convert_sync_batchnorm(network: nn.Module, device: torch.device) -> nn.Module:
-    """Replace every BatchNorm: by torch's SyncBatchNorm on CUDA, which has fused kernels; by the one above elsewhere.
+    """Replace every BatchNorm: by torch's SyncBatchNorm on CUDA, which has fused kernels; by ours elsewhere.
 
     Parameters and buffers are the same objects as before, and a module that is used in two places remains one. (torch's own
     conversion makes two of it, or leaves the second as it is.) In each of torch's layers the host waits for the GPU in forward:
@@ -177,8 +97,3 @@ def convert_sync_batchnorm(network: nn.Module, device: torch.device) -> nn.Modul
             if part in converted:
                 module._modules[name] = converted[part]
     return converted.get(network, network)
-
-
-def _per_channel(vector: Tensor, like: Tensor) -> Tensor:
-    """``vector`` shaped to broadcast along the channels of ``like``, its dimension 1."""
-    return vector.view([-1 if i == 1 else 1 for i in range(like.dim())])

@@ -15,7 +15,8 @@ from pathlib import Path
 from common.child_processes import adopt_orphans, descendants, end_all_but
 
 INJECT = Path(__file__).parent / "inject"
-WATCH_VARIABLE = "FOREIGN_SCRIPT_WATCH"  # the variable by which inject/sitecustomize.py knows what to load
+WATCH_VARIABLE = "FOREIGN_SCRIPT_WATCH"  # by which inject/sitecustomize.py knows what to load
+LOCAL_RANK_VARIABLE = "FOREIGN_SCRIPT_LOCAL_RANK"  # the flag by which a script is told its local rank, and the script's path
 STACKS_S = 2.0  # for the processes to write where they are
 
 
@@ -33,14 +34,14 @@ class Outcome:
     stacks: list[str]
 
 
-def injected(watch: Path) -> dict[str, str]:
-    """The environment variables with which every Python process loads a watching module once it has imported torch.
+def injected(*watches: Path) -> dict[str, str]:
+    """The environment variables with which every Python process loads packages that watch it, once it has imported torch.
 
-    :param watch: the file of a module, or the ``__init__.py`` of a package, with a function ``install``. It is loaded under another
-        name than its own, and may import nothing of the project but by a relative import: the script may have modules of these names
+    :param watches: the ``__init__.py`` of each, with a function ``install``. It is loaded under another name than its own, and may
+        import nothing of the project but by a relative import: the script may have modules of these names
     """
     path = os.pathsep.join(filter(None, (os.fspath(INJECT), os.environ.get("PYTHONPATH"))))
-    return {WATCH_VARIABLE: os.fspath(watch), "PYTHONPATH": path}
+    return {WATCH_VARIABLE: os.pathsep.join(map(os.fspath, watches)), "PYTHONPATH": path}
 
 
 def run(

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from common.errors import UsageError
-from ddp.batchnorm import SyncBatchNorm, convert_sync_batchnorm, make_buffers_equal
+from ddp.batchnorm import convert_sync_batchnorm, make_buffers_equal
+from ddp.sync_batchnorm import SyncBatchNorm
 from ddp.rendezvous.process_group import process_group
 from tests.support.launch import run_ranks
 

@@ -1,7 +1,7 @@
 """Python runs this at its start in every process of a watched script, since this folder is on PYTHONPATH.
 
-It waits for torch to be imported, and then lets the module of ``FOREIGN_SCRIPT_WATCH`` watch it. That module is loaded under a name
-of its own, because the script may have modules with the names of our packages. So nothing of the project is imported here.
+It waits for torch to be imported, and then lets the modules of ``FOREIGN_SCRIPT_WATCH`` watch it. They are loaded under names
+of their own, because the script may have modules with the names of our packages. So nothing of the project is imported here.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from types import ModuleType
 from typing import Any
 
 HERE = Path(__file__).parent
-NAME = "_foreign_script_watch"
 WATCH_VARIABLE = "FOREIGN_SCRIPT_WATCH"
+LOCAL_RANK_VARIABLE = "FOREIGN_SCRIPT_LOCAL_RANK"  # a flag, and the script that gets its local rank by it
 
 
 class WatchTorch:
-    """A finder on ``sys.meta_path`` that lets torch be found as always, and installs the watch once torch has been imported."""
+    """A finder on ``sys.meta_path`` that lets torch be found as always, and installs what watches once torch has been imported."""
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         if fullname != "torch":
@@ -32,14 +32,15 @@ class WatchTorch:
 
             def execute_and_watch(module: ModuleType) -> None:
                 execute(module)
-                _load_watch().install()
+                for watch in os.environ[WATCH_VARIABLE].split(os.pathsep):
+                    _load(Path(watch)).install()
 
             spec.loader.exec_module = execute_and_watch  # type: ignore[method-assign]
         return spec
 
 
-def _load_watch() -> Any:
-    return _execute(importlib.util.spec_from_file_location(NAME, os.environ[WATCH_VARIABLE]))
+def _load(watch: Path) -> Any:
+    return _execute(importlib.util.spec_from_file_location(f"_foreign_script_{watch.parent.name}", watch))
 
 
 def _execute(spec: ModuleSpec | None) -> Any:
@@ -54,5 +55,9 @@ def _execute(spec: ModuleSpec | None) -> Any:
 _execute(  # a sitecustomize of the machine's own, which this one hides
     PathFinder.find_spec("sitecustomize", [entry for entry in sys.path if Path(entry or ".").resolve() != HERE])
 )
+if LOCAL_RANK_VARIABLE in os.environ and "LOCAL_RANK" in os.environ:
+    flag, _, script = os.environ[LOCAL_RANK_VARIABLE].partition(os.pathsep)
+    if sys.argv[0] == script:  # and not a process that it starts
+        sys.argv.insert(1, f"{flag}={os.environ['LOCAL_RANK']}")
 if WATCH_VARIABLE in os.environ:
     sys.meta_path.insert(0, WatchTorch())

@@ -1,0 +1,29 @@
+"""Automatic mixed precision of the stand-in: the CPU's, with bf16 in the place of fp16, in which CPUs are slow."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.amp.autocast_mode import autocast
+
+from .replacing import replace, say
+
+
+@replace(autocast, "__init__")
+def autocast_init(original: Any, self: Any, device_type: Any, dtype: Any = None, *args: Any, **kwargs: Any) -> None:
+    if device_type == "cuda":
+        device_type = "cpu"
+        if dtype in (None, torch.float16):
+            dtype = torch.bfloat16
+            if args[0] if args else kwargs.get("enabled", True):
+                say("autocast in float16 runs in bfloat16")
+    original(self, device_type, dtype, *args, **kwargs)
+
+
+def _for_the_cpu(original: Any, device_type: Any = "cpu", *args: Any) -> Any:
+    return original("cpu" if device_type == "cuda" else device_type, *args)
+
+
+replace(torch, "is_autocast_enabled", "get_autocast_dtype", "set_autocast_enabled", "set_autocast_dtype")(_for_the_cpu)
+torch.get_autocast_gpu_dtype = lambda: torch.get_autocast_dtype("cpu")

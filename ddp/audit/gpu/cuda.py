@@ -1,0 +1,222 @@
+"""``torch.cuda`` and ``torch.accelerator`` of the stand-in: as many devices as there are ranks, streams without delay, and no memory."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+
+from .replacing import COUNT, line_of_script, replace
+
+NAME = "stand-in GPU"
+CAPABILITY = (8, 0)  # an A100's, whose 80 GiB it says that it has
+MEMORY = 80 << 30
+
+_current = 0
+
+
+def _index(device: Any) -> int:
+    if device is None:
+        return _current
+    if isinstance(device, int):
+        return device
+    index = torch.device(device).index
+    return _current if index is None else index
+
+
+def set_device(device: Any) -> None:
+    """:raises RuntimeError: as CUDA does, for a device that is not there"""
+    global _current
+    index = _index(device)
+    if index >= COUNT:
+        raise RuntimeError(
+            f"CUDA error: invalid device ordinal (device {index} of {COUNT} stand-in GPUs, one for each rank)"
+        )
+    if index >= 0:
+        _current = index
+
+
+class Stream:
+    """Work in it is done when it is queued."""
+
+    cuda_stream = stream_id = 0
+
+    def __init__(self, device: Any = None, *args: Any, **kwargs: Any) -> None:
+        self.device = torch.device("cuda", _index(device))
+
+    def synchronize(self) -> None: ...
+
+    def wait_stream(self, stream: Any) -> None: ...
+
+    def wait_event(self, event: Any) -> None: ...
+
+    def record_event(self, event: Any = None) -> Event:
+        event = event or Event()
+        event.record()
+        return event
+
+    def query(self) -> bool:
+        return True
+
+    def is_capturing(self) -> bool:
+        return False
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, *error: object) -> None: ...
+
+
+class Event:
+    """A moment."""
+
+    _at = 0.0
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def record(self, stream: Any = None) -> None:
+        self._at = time.perf_counter()
+
+    def elapsed_time(self, end: Event) -> float:
+        """In milliseconds."""
+        return 1e3 * (end._at - self._at)
+
+    def synchronize(self) -> None: ...
+
+    def wait(self, stream: Any = None) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+
+@contextlib.contextmanager
+def stream(stream: Any = None) -> Iterator[Any]:
+    yield stream
+
+
+class device:
+    """A block with this current device."""
+
+    def __init__(self, device: Any) -> None:
+        self.idx = self._own = _index(device)
+
+    def __enter__(self) -> None:
+        self.prev_idx = _current
+        set_device(self._own)
+
+    def __exit__(self, *error: object) -> None:
+        set_device(self.prev_idx)
+
+
+def properties(device: Any = None) -> Any:
+    major, minor = CAPABILITY
+    return SimpleNamespace(
+        name=NAME, major=major, minor=minor, total_memory=MEMORY, multi_processor_count=108, is_integrated=0,
+        warp_size=32, max_threads_per_multi_processor=2048, gcnArchName="", uuid="",
+    )  # fmt: skip
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None: ...
+
+
+def _always(value: Any) -> Callable[..., Any]:
+    return lambda *args, **kwargs: value
+
+
+def _set_states(states: Any) -> None:
+    torch.set_rng_state(states[_current])
+
+
+# The CPU and the stand-in have one generator, which torch.manual_seed seeds.
+_FUNCTIONS: dict[str, Any] = {
+    **dict.fromkeys(("is_available", "is_initialized", "is_bf16_supported", "is_tf32_supported"), _always(True)),
+    **dict.fromkeys(("is_current_stream_capturing", "can_device_access_peer"), _always(False)),
+    "device_count": _always(COUNT),
+    "current_device": lambda: _current,
+    "set_device": set_device,
+    "device": device,
+    "device_of": lambda tensor: device(None),
+    "get_device_name": _always(NAME),
+    "get_device_capability": _always(CAPABILITY),
+    "get_device_properties": properties,
+    "get_arch_list": _always([f"sm_{CAPABILITY[0]}{CAPABILITY[1]}"]),
+    **dict.fromkeys(("init", "synchronize", "empty_cache", "ipc_collect", "set_stream", "_lazy_init"), _nothing),
+    **dict.fromkeys(("set_per_process_memory_fraction", "set_sync_debug_mode"), _nothing),
+    "Stream": Stream,
+    "Event": Event,
+    "stream": stream,
+    "StreamContext": stream,
+    **dict.fromkeys(("current_stream", "default_stream"), Stream),
+    "mem_get_info": _always((MEMORY, MEMORY)),
+    "memory_stats": lambda device=None: defaultdict(int),
+    "memory_summary": _always(""),
+    **{f"{begin}memory_{end}": _always(0) for begin in ("", "max_") for end in ("allocated", "reserved", "cached")},
+    **dict.fromkeys(("utilization", "memory_usage", "temperature", "power_draw", "clock_rate"), _always(0)),
+    **{f"reset_{what}": _nothing for what in ("peak_memory_stats", "accumulated_memory_stats")},
+    **{f"reset_max_memory_{what}": _nothing for what in ("allocated", "cached")},
+    **dict.fromkeys(("manual_seed", "manual_seed_all", "seed", "seed_all"), _nothing),
+    "initial_seed": torch.initial_seed,
+    "get_rng_state": lambda device=None: torch.get_rng_state(),
+    "get_rng_state_all": lambda: [torch.get_rng_state()] * COUNT,
+    "set_rng_state": lambda state, device=None: torch.set_rng_state(state),
+    "set_rng_state_all": _set_states,
+}
+_MODULES = (torch.cuda, torch.cuda.memory, torch.cuda.random, torch.cuda.streams)
+_KEPT = ("check_error", "get_sync_debug_mode", "get_gencode_flags")
+
+
+def _take_the_place_of(module: ModuleType, functions: dict[str, Any]) -> None:
+    for name, function in functions.items():
+        if isinstance(function, type) and hasattr(module, name):
+            setattr(module, name, function)
+        else:
+            replace(module, name)(functools.partial(_instead, function))
+
+
+def _instead(function: Callable[..., Any], original: Any, *args: Any, **kwargs: Any) -> Any:
+    return function(*args, **kwargs)
+
+
+def _needs_a_gpu(original: Any, *args: Any, **kwargs: Any) -> Any:
+    """:raises RuntimeError: with the line of the script"""
+    name = f"{original.__module__}.{original.__name__}"
+    raise RuntimeError(f"{name} needs a GPU, and has no stand-in: {line_of_script()}")
+
+
+for _module in _MODULES:
+    _take_the_place_of(_module, _FUNCTIONS)
+for _name, _function in vars(torch.cuda).copy().items():
+    _is_torch_s = str(getattr(_function, "__module__", "")).startswith("torch.cuda") and callable(_function)
+    if _is_torch_s and _name.islower() and not _name.startswith("_") and _name not in (*_FUNCTIONS, *_KEPT):
+        replace(torch.cuda, _name)(_needs_a_gpu)
+replace(torch.cuda.CUDAGraph, "__new__")(_needs_a_gpu)
+for _kind in ("Float", "Double", "Half", "BFloat16", "Byte", "Char", "Short", "Int", "Long", "Bool"):
+    setattr(torch.cuda, f"{_kind}Tensor", getattr(torch, f"{_kind}Tensor"))
+
+_ACCELERATOR: dict[str, Any] = {
+    "is_available": _always(True),
+    "device_count": _always(COUNT),
+    "current_accelerator": lambda check_available=False: torch.device("cuda"),
+    **dict.fromkeys(("current_device_index", "current_device_idx"), lambda: _current),
+    **dict.fromkeys(("set_device_index", "set_device_idx"), set_device),
+    "device_index": device,
+    "current_stream": Stream,
+    **dict.fromkeys(("set_stream", "synchronize", "empty_cache", "empty_host_cache"), _nothing),
+    "get_memory_info": _always((MEMORY, MEMORY)),
+    "get_device_capability": _always({}),
+    "memory_stats": lambda device=None: defaultdict(int),
+    **{name: function for name, function in _FUNCTIONS.items() if name.endswith(("_allocated", "_reserved", "_stats"))},
+}
+if hasattr(torch, "accelerator"):
+    _take_the_place_of(torch.accelerator, _ACCELERATOR)
+for _name in ("range_push", "range_pop", "mark"):
+    setattr(torch.cuda.nvtx, _name, _nothing)
+torch.cuda.nvtx.range = contextlib.nullcontext
+for _name in ("start", "stop"):
+    setattr(torch.cuda.profiler, _name, _nothing)

@@ -1,0 +1,146 @@
+"""Process groups of the stand-in: gloo in the place of NCCL, and what only NCCL or a GPU has."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import distributed_c10d as c10d
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from .replacing import called_by_torch, replace
+
+_nccl = set[Any]()  # the groups that were asked for NCCL, by id; None is the default group
+
+
+def replace_in_both(*names: str) -> Any:
+    """Take the place of functions that are in ``torch.distributed`` and in the module that defines them."""
+
+    def decorate(substitute: Any) -> Any:
+        for name in names:
+            replace(c10d, name)(substitute)
+            if hasattr(c10d, name):
+                setattr(dist, name, getattr(c10d, name))
+        return substitute
+
+    return decorate
+
+
+def _arguments(function: Any, args: Any, kwargs: Any) -> dict[str, Any]:
+    return dict(inspect.signature(function).bind(*args, **kwargs).arguments)
+
+
+@replace_in_both("init_process_group", "new_group")
+def make_group(original: Any, *args: Any, **kwargs: Any) -> Any:
+    given = _arguments(original, args, kwargs)
+    asked = given.pop("backend", None)
+    for name in ("device_id", "pg_options", "_ranks"):
+        given.pop(name, None)
+    is_nccl = "nccl" in str(asked or "nccl").lower()
+    group = original(**given, backend="gloo" if is_nccl else asked)
+    if is_nccl:
+        _nccl.add(None if group is None else id(group))
+    return group
+
+
+@replace(dist, "get_backend")
+def get_backend(original: Any, group: Any = None) -> Any:
+    """To the script, the backend that it has asked for."""
+    asked = None if group in (None, getattr(dist.group, "WORLD", None)) else id(group)
+    return original(group) if called_by_torch() or asked not in _nccl else "nccl"
+
+
+replace_in_both("is_nccl_available")(lambda original: True)
+
+
+@replace_in_both("barrier", "monitored_barrier")
+def barrier(original: Any, *args: Any, **kwargs: Any) -> Any:
+    kwargs.pop("device_ids", None)
+    return original(*args, **kwargs)
+
+
+class _Divided:
+    """A reduction that runs, and is divided when it is waited for."""
+
+    def __init__(self, work: Any, result: Tensor, ranks: int) -> None:
+        self._work, self._result, self._ranks = work, result, ranks
+
+    def wait(self, *args: Any) -> Any:
+        done = self._work.wait(*args)
+        self._result.div_(self._ranks)
+        self._ranks = 1
+        return done
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._work, name)
+
+
+@replace_in_both("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_tensor", "_reduce_scatter_base")
+def reduce(original: Any, *args: Any, **kwargs: Any) -> Any:
+    """gloo has no average: it is a sum, divided."""
+    given = _arguments(original, args, kwargs)
+    if given.get("op") != dist.ReduceOp.AVG:
+        return original(*args, **kwargs)
+    result = next(iter(given.values()))
+    ranks = dist.get_world_size(given.get("group"))
+    work = original(**given | {"op": dist.ReduceOp.SUM})
+    if work is not None and given.get("async_op"):
+        return _Divided(work, result, ranks)
+    result.div_(ranks)
+    return work
+
+
+@replace_in_both("all_gather", "all_gather_into_tensor", "_all_gather_base", "all_gather_coalesced")
+def all_gather(original: Any, output: Any, input: Any, *args: Any, **kwargs: Any) -> Any:
+    """NCCL takes tensors that require gradients, gloo does not."""
+    return original(output, input.detach() if isinstance(input, Tensor) else input, *args, **kwargs)
+
+
+@replace(DistributedDataParallel, "__init__")
+def ddp_init(original: Any, self: Any, module: Any, *args: Any, **kwargs: Any) -> None:
+    given = _arguments(original, (self, module, *args), kwargs)
+    for name in ("self", "module", "device_ids", "output_device"):
+        given.pop(name, None)
+    original(self, module, **given)
+    self.device_ids = None
+
+
+@replace(DataParallel, "__init__")
+def data_parallel_init(original: Any, self: Any, module: Any, *args: Any, **kwargs: Any) -> None:
+    """On one device it is the module alone."""
+    nn.Module.__init__(self)
+    self.module, self.device_ids = module, []
+
+
+def _file_of_sync_batchnorm() -> Path:
+    return Path(__file__).parents[2] / "sync_batchnorm.py"
+
+
+def _synchronize_batchnorm() -> None:
+    spec = importlib.util.spec_from_file_location(f"{__package__}.sync_batchnorm", _file_of_sync_batchnorm())
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    nn.SyncBatchNorm.forward = module.SyncBatchNorm.forward
+    replace(DistributedDataParallel, "_passing_sync_batchnorm_handle")(lambda original, self, module: None)
+
+
+_synchronize_batchnorm()
+
+
+@replace(torch.distributed.device_mesh.DeviceMesh, "__init__")
+def mesh_init(original: Any, self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
+    original(self, "cpu" if device_type == "cuda" else device_type, *args, **kwargs)
+
+
+def _mesh(original: Any, device_type: str, *args: Any, **kwargs: Any) -> Any:
+    return original("cpu" if device_type == "cuda" else device_type, *args, **kwargs)
+
+
+replace(torch.distributed.device_mesh, "init_device_mesh")(_mesh)
+dist.init_device_mesh = torch.distributed.device_mesh.init_device_mesh

@@ -1,0 +1,124 @@
+"""Tensors and modules that move between the CPU and a GPU: they stay where they are, and are copied where a move copies."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from .replacing import COUNT, CPU, called_by_torch, is_gpu, replace
+
+# The tensors that are known to be on the stand-in. (An attribute of a tensor would be saved with it.)
+_moved = WeakTensorKeyDictionary()
+
+
+def mark(tensor: Any) -> Any:
+    """Remember that a tensor is on the stand-in: it is not copied when it is moved there again."""
+    if type(tensor) in (Tensor, nn.Parameter):  # others, such as DTensor, may not be referred to
+        _moved[tensor] = True
+    return tensor
+
+
+def to_gpu(tensor: Tensor, moved: Tensor) -> Tensor:
+    """A tensor of its own, as a copy on a GPU is: changes of it do not reach the CPU's, and it is no leaf.
+
+    :param moved: the tensor in its new dtype and format, which may be the same
+    """
+    if moved is tensor and tensor not in _moved:
+        moved = tensor.clone()
+    return mark(moved)
+
+
+@replace(Tensor, "cuda")
+def cuda(original: Any, self: Tensor, device: Any = None, non_blocking: bool = False, memory_format: Any = None) -> Any:
+    kwargs = {} if memory_format is None else {"memory_format": memory_format}
+    return to_gpu(self, self.to(**kwargs) if kwargs else self)
+
+
+@replace(Tensor, "cpu")
+def cpu(original: Any, self: Tensor, *args: Any, **kwargs: Any) -> Any:
+    moved = original(self, *args, **kwargs)
+    return self.clone() if moved is self else moved
+
+
+@replace(Tensor, "to")
+def to(original: Any, self: Tensor, *args: Any, **kwargs: Any) -> Any:
+    device = args[0] if args else kwargs.get("device")
+    if device == "cpu":  # not the device of another tensor, which may be on the stand-in
+        moved = original(self, *args, **kwargs)
+        return self.clone() if moved is self else moved
+    if not is_gpu(device):
+        return original(self, *args, **kwargs)
+    if args:
+        args = (CPU, *args[1:])
+    else:
+        kwargs["device"] = CPU
+    return to_gpu(self, original(self, *args, **kwargs))
+
+
+@replace(Tensor, "type")
+def type_(original: Any, self: Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
+    if isinstance(dtype, str) and dtype.startswith("torch.cuda."):
+        return to_gpu(self, original(self, dtype.replace("cuda.", ""), *args, **kwargs))
+    return original(self, *([] if dtype is None else [dtype]), *args, **kwargs)
+
+
+@replace(nn.Module, "to")
+def module_to(original: Any, self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    device, dtype, _, memory_format = torch._C._nn._parse_to(*args, **kwargs)
+    if not is_gpu(device):
+        return original(self, *args, **kwargs)
+    kept = {"dtype": dtype, "memory_format": memory_format}
+    kept = {name: value for name, value in kept.items() if value is not None}
+    return _on_gpu(original(self, **kept) if kept else self)
+
+
+@replace(nn.Module, "cuda")
+def module_cuda(original: Any, self: nn.Module, device: Any = None) -> Any:
+    return _on_gpu(self)
+
+
+@replace(nn.Module, "to_empty")
+def module_to_empty(original: Any, self: nn.Module, *, device: Any, recurse: bool = True) -> Any:
+    return original(self, device=CPU if is_gpu(device) else device, recurse=recurse)
+
+
+def _on_gpu(module: nn.Module) -> nn.Module:
+    """Its parameters are not copied: an optimizer may have them already."""
+    for tensor in (*module.parameters(), *module.buffers()):
+        mark(tensor)
+    return module
+
+
+@replace(Tensor, "pin_memory")
+def pin_memory(original: Any, self: Tensor, *args: Any) -> Tensor:
+    return self.clone()
+
+
+@replace(Tensor, "record_stream")
+def record_stream(original: Any, self: Tensor, stream: Any) -> None:
+    """Memory is not freed while a stream uses it; there is none."""
+
+
+def _property(name: str, for_the_script: Any) -> None:
+    truth = getattr(Tensor, name)
+    setattr(Tensor, name, property(lambda self: truth.__get__(self) if called_by_torch() else for_the_script))
+
+
+_property("is_cuda", True)
+
+
+@replace(Tensor, "get_device")
+def get_device(original: Any, self: Tensor) -> int:
+    return int(original(self)) if called_by_torch() else torch.cuda.current_device()
+
+
+@replace(torch.UntypedStorage, "cuda")
+@replace(torch.TypedStorage, "cuda")
+def storage_cuda(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    return self
+
+
+assert COUNT > 0
