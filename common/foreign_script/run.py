@@ -16,7 +16,10 @@ from common.child_processes import adopt_orphans, descendants, end_all_but
 
 INJECT = Path(__file__).parent / "inject"
 WATCH_VARIABLE = "FOREIGN_SCRIPT_WATCH"  # by which inject/sitecustomize.py knows what to load
-LOCAL_RANK_VARIABLE = "FOREIGN_SCRIPT_LOCAL_RANK"  # the flag by which a script is told its local rank, and the script's path
+TRACEBACKS_VARIABLE = "FOREIGN_SCRIPT_TRACEBACKS"  # the folder for tracebacks
+LOCAL_RANK_VARIABLE = (
+    "FOREIGN_SCRIPT_LOCAL_RANK"  # the flag by which a script is told its local rank, and the script's path
+)
 STACKS_S = 2.0  # for the processes to write where they are
 
 
@@ -27,11 +30,13 @@ class Outcome:
     :param status: the exit status; None if it was stopped because it took too long
     :param seconds: from its start to its end
     :param stacks: where each process that was stopped was, see :func:`run`
+    :param traceback: of the first error that ended a process of it; empty without one
     """
 
     status: int | None
     seconds: float
     stacks: list[str]
+    traceback: str
 
 
 def injected(*watches: Path) -> dict[str, str]:
@@ -45,15 +50,15 @@ def injected(*watches: Path) -> dict[str, str]:
 
 
 def run(
-    command: Sequence[str], environment: Mapping[str, str], timeout: float, stacks: Path, output: Path | None
+    command: Sequence[str], environment: Mapping[str, str], timeout: float, notes: Path, output: Path | None
 ) -> Outcome:
     """Run ``python COMMAND`` and wait for its end; processes that it leaves are ended, too.
 
     :param command: the script's path, or ``-m`` and a module, and the arguments
     :param environment: of all processes, with :func:`injected`
     :param timeout: seconds after which the run is stopped
-    :param stacks: a folder with a file ``PID.stack`` of each process that can write its stack there on SIGUSR2. They are asked to
-        before the run is stopped
+    :param notes: a folder for a file ``PID.traceback`` of each process that an error ends, and with a file ``PID.stack`` of each that
+        can write its stack there on SIGUSR2. They are asked to before the run is stopped
     :param output: file for what the script prints; without one, that goes to stderr
     """
     adopt_orphans()
@@ -64,18 +69,24 @@ def run(
             open(output, "w") if output else contextlib.nullcontext(sys.stderr) as file,
         ):
             process = subprocess.Popen(
-                [sys.executable, *command], env=environment, stdout=file, stderr=file, start_new_session=True
+                [sys.executable, *command],
+                env={**environment, TRACEBACKS_VARIABLE: os.fspath(notes)},
+                stdout=file,
+                stderr=file,
+                start_new_session=True,
             )
             status = process.wait(timeout)
-        return Outcome(status, time.monotonic() - began, _written(stacks) if status is None else [])
+        seconds, stacks = time.monotonic() - began, _stacks(notes) if status is None else []
+        tracebacks = sorted(notes.glob("*.traceback"), key=lambda path: path.stat().st_mtime_ns)
+        return Outcome(status, seconds, stacks, tracebacks[0].read_text() if tracebacks else "")
     finally:
         end_all_but(before, patiently=status is not None)
 
 
-def _written(stacks: Path) -> list[str]:
+def _stacks(notes: Path) -> list[str]:
     """Where each process is, as it writes on a signal."""
-    for path in stacks.glob("*.stack"):
+    for path in notes.glob("*.stack"):
         with contextlib.suppress(ProcessLookupError):
             os.kill(int(path.stem), signal.SIGUSR2)
     time.sleep(STACKS_S)
-    return sorted(path.read_text() for path in stacks.glob("*.stack"))
+    return sorted(path.read_text() for path in notes.glob("*.stack"))

@@ -1,6 +1,6 @@
 """Says whether a training script does distributed training right: any script, unchanged.
 
-    python -m ddp.audit -- train.py --epochs 2               # on two CPU ranks
+    python -m ddp.audit -- train.py --epochs 2               # on two ranks, with a stand-in for GPUs that are missing
     python -m ddp.audit --ranks 3 --json audit.json -- -m package.module
     python -m ddp.audit --explain same-order                 # what a finding is, and what to do
 
@@ -17,17 +17,13 @@ import json
 import sys
 
 from common.cli import command, parse
-from ddp.audit.audit import AuditConfig, audit, require_script
+from ddp.audit.audit import AuditConfig, audit, split_arguments
 from ddp.audit.names import explain
 
 
 @command
 def main() -> None:
-    arguments = [*sys.argv[1:], "--"]
-    at = arguments.index("--")
-    own, script = arguments[:at], arguments[at + 1 : -1]
-    if not any(argument.startswith(("-h", "--help", "--explain")) for argument in own):
-        require_script(script)
+    own, script = split_arguments(sys.argv[1:])
     config = parse(AuditConfig, "ddp.audit", __doc__, own)
     if config.explain:
         print(explain(config.explain))

@@ -19,6 +19,7 @@ from ddp.audit.detectors import find, unjudged
 from ddp.audit.detectors.finding import Finding
 from ddp.audit.names import is_ignored, require_ignored
 from ddp.audit.trace import Trace, read
+from ddp.audit.unjudged import why_unjudged
 from ddp.audit.vary import KINDS, RUN, Variation, plan, vary
 from ddp.audit.watch.event_types import Backward, LoaderBegins
 
@@ -30,6 +31,14 @@ class AuditConfig:
     """Settings of ``ddp.audit``."""
 
     ranks: int = option(2, "ranks on which the script runs", minimum=1, maximum=64)
+    device: str = option(
+        "auto",
+        "the devices that the script finds: auto takes GPUs, or a stand-in for each if there are fewer than ranks; cpu hides GPUs",
+        choices=launch.DEVICES,
+    )
+    start: str = option(
+        "auto", "who starts the ranks: torchrun, or python, where the script does", choices=launch.STARTS
+    )
     quick: bool = option(False, "look closely only at the first 8 steps, and every 16th after them")
     timeout: float = option(600.0, "seconds after which the script counts as hanging", above=0)
     ignore: tuple[str, ...] = option((), "findings to leave out, each as NAME, NAME:FILE or NAME:FILE:LINE")
@@ -110,7 +119,7 @@ def audit(config: AuditConfig, script: Sequence[str], say: Callable[[object], ob
     with tempfile.TemporaryDirectory() as folder:
         trace, outcome = _run(config, Path(folder), script, config.ranks)
     found = find(trace) if trace.ranks else []
-    why = _why_unjudged(trace, outcome)
+    why = why_unjudged(trace, outcome)
     report = Report(outcome, why, [] if why else unjudged(trace))
     for finding in found:
         _add(report, finding, config)
@@ -150,7 +159,10 @@ def _run(
     arguments = [argument.replace(RUN, os.fspath(folder)) for argument in script]
     with tempfile.TemporaryDirectory(prefix="ddp-audit-") as name:
         events = Path(name)
-        outcome = launch.run(arguments, ranks, events, config.timeout, config.quick, kill_at, output)
+        device = launch.device_for(config.device, ranks)
+        outcome = launch.run(
+            arguments, ranks, events, config.timeout, config.quick, kill_at, output, device, config.start
+        )
         return read(events), outcome
 
 
@@ -163,6 +175,20 @@ def _run_again(config: AuditConfig, folder: Path, script: Sequence[str], ranks: 
             sys.stderr.write("".join(own.splitlines(keepends=True)[-OUTPUT_LINES:-1]))
             raise UsageError(f"{' '.join(script)} {'hangs' if outcome.status is None else 'fails'}")
         return trace
+
+
+def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """A command's own arguments, and those after ``--``: the script and its own.
+
+    :raises UsageError: without a script that can be run, unless only text is asked for
+    """
+    own, script = list(arguments), list[str]()
+    if "--" in own:
+        at = own.index("--")
+        own, script = own[:at], own[at + 1 :]
+    if not any(argument.startswith(("-h", "--help", "--explain")) for argument in own):
+        require_script(script)
+    return own, script
 
 
 def require_script(script: Sequence[str]) -> None:
@@ -182,28 +208,3 @@ def _summary(trace: Trace, report: Report) -> str:
         f"{trace.world_size} ranks, {max(steps, default=0)} optimizer steps, {max(epochs, default=0)} iterations over loaders, "
         f"{report.outcome.seconds:.1f} s" + (f", findings ignored: {len(report.ignored)}" if report.ignored else "")
     )
-
-
-def _why_unjudged(trace: Trace, outcome: Outcome) -> str | None:
-    """Why a run cannot be judged, if it cannot."""
-    if trace.errors:
-        return f"the audit itself failed: {trace.errors[0]}"
-    if outcome.status is None:
-        return f"the script did not end within {outcome.seconds:.0f} s: {'; '.join(map(_innermost, outcome.stacks))}"
-    if outcome.status:
-        return f"the script failed with exit status {outcome.status}; its own output is above"
-    if not trace.ranks:
-        return "the script never made a process group: it calls no init_process_group"
-    if trace.world_size < 2:
-        return "the script ran on one rank: most of what can be wrong needs two, so give --ranks 2"
-    if not any(rank.steps for rank in trace.ranks):
-        passes = sum(len(rank.all(Backward)) for rank in trace.ranks)
-        return f"the script took no optimizer step of torch.optim ({passes} backward passes were seen)"
-    return None
-
-
-def _innermost(stack: str) -> str:
-    """The line of the script in a stack that faulthandler wrote, with the rank."""
-    rank, *frames = stack.splitlines() or [""]
-    own = [frame.strip() for frame in frames if frame.strip().startswith("File") and "site-packages" not in frame]
-    return f"rank {rank} is at {own[0] if own else 'an unknown place'}"

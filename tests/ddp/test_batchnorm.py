@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from common.errors import UsageError
 from ddp.batchnorm import convert_sync_batchnorm, make_buffers_equal
-from ddp.sync_batchnorm import SyncBatchNorm
 from ddp.rendezvous.process_group import process_group
+from ddp.sync_batchnorm import SyncBatchNorm
 from tests.support.launch import run_ranks
 
 CHANNELS = 5

@@ -1,7 +1,8 @@
 """Python runs this at its start in every process of a watched script, since this folder is on PYTHONPATH.
 
 It waits for torch to be imported, and then lets the modules of ``FOREIGN_SCRIPT_WATCH`` watch it. They are loaded under names
-of their own, because the script may have modules with the names of our packages. So nothing of the project is imported here.
+of their own, because the script may have modules with the names of our packages. So nothing of the project is imported here. It also
+writes down which error has ended a process.
 """
 
 from __future__ import annotations
@@ -9,13 +10,15 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
+import traceback
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, TracebackType
 from typing import Any
 
 HERE = Path(__file__).parent
 WATCH_VARIABLE = "FOREIGN_SCRIPT_WATCH"
+TRACEBACKS_VARIABLE = "FOREIGN_SCRIPT_TRACEBACKS"  # a folder for those of the errors that end a process
 LOCAL_RANK_VARIABLE = "FOREIGN_SCRIPT_LOCAL_RANK"  # a flag, and the script that gets its local rank by it
 
 
@@ -52,6 +55,12 @@ def _execute(spec: ModuleSpec | None) -> Any:
     return module
 
 
+def _write_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    with open(os.path.join(os.environ[TRACEBACKS_VARIABLE], f"{os.getpid()}.traceback"), "w") as file:
+        traceback.print_exception(kind, error, trace, file=file)
+    sys.__excepthook__(kind, error, trace)
+
+
 _execute(  # a sitecustomize of the machine's own, which this one hides
     PathFinder.find_spec("sitecustomize", [entry for entry in sys.path if Path(entry or ".").resolve() != HERE])
 )
@@ -59,5 +68,7 @@ if LOCAL_RANK_VARIABLE in os.environ and "LOCAL_RANK" in os.environ:
     flag, _, script = os.environ[LOCAL_RANK_VARIABLE].partition(os.pathsep)
     if sys.argv[0] == script:  # and not a process that it starts
         sys.argv.insert(1, f"{flag}={os.environ['LOCAL_RANK']}")
+if TRACEBACKS_VARIABLE in os.environ:
+    sys.excepthook = _write_traceback
 if WATCH_VARIABLE in os.environ:
     sys.meta_path.insert(0, WatchTorch())

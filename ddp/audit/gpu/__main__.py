@@ -8,7 +8,6 @@ The exit status is the script's.
 
 from __future__ import annotations
 
-import os
 import sys
 import tempfile
 from dataclasses import dataclass
@@ -18,7 +17,8 @@ from common.cli import command, option, parse
 from common.errors import UsageError
 from common.foreign_script.run import injected, run
 from ddp.audit import launch
-from ddp.audit.script import split_arguments
+from ddp.audit.audit import split_arguments
+from ddp.audit.unjudged import why_failed
 
 
 @dataclass(frozen=True)
@@ -26,20 +26,24 @@ class GPUConfig:
     """Settings of ``ddp.audit.gpu``."""
 
     ranks: int = option(2, "ranks on which the script runs, each with a GPU", minimum=1, maximum=64)
-    start: str = option("auto", "who starts the ranks: torchrun, or python, where the script does", choices=launch.STARTS)
+    start: str = option(
+        "auto", "who starts the ranks: torchrun, or python, where the script does", choices=launch.STARTS
+    )
     timeout: float = option(600.0, "seconds after which the run is stopped", above=0)
 
 
 @command
 def main() -> None:
-    own, script = split_arguments(sys.argv[1:], "ddp.audit.gpu")
+    own, script = split_arguments(sys.argv[1:])
     config = parse(GPUConfig, "ddp.audit.gpu", __doc__, own)
     environment = launch.environment_for("stand-in", config.ranks, script) | injected(launch.STAND_IN)
     with tempfile.TemporaryDirectory() as folder:
         started = launch.command(script, config.ranks, config.start)
         outcome = run(started, environment, config.timeout, Path(folder), None)
     if outcome.status is None:
-        raise UsageError(f"{os.fspath(script[0])} did not end within {outcome.seconds:.0f} s")
+        raise UsageError(f"{' '.join(script)} did not end within {outcome.seconds:.0f} s")
+    if outcome.status:
+        print(why_failed(outcome), file=sys.stderr)
     sys.exit(outcome.status)
 
 

@@ -20,12 +20,17 @@ _MAY_SHARE = ("as_tensor", "asarray")  # their result may lie in the memory of w
 def _on_gpu(original: Any, *args: Any, **kwargs: Any) -> Any:
     if not is_gpu(kwargs.get("device")):
         return original(*args, **kwargs)
-    return mark(original(*args, **kwargs | {"device": "cpu"}))
+    made = original(*args, **kwargs | {"device": "cpu"})
+    mark(made)
+    return made
 
 
 def _own_memory_on_gpu(original: Any, *args: Any, **kwargs: Any) -> Any:
-    made = _on_gpu(original, *args, **kwargs)
-    return mark(made.clone()) if is_gpu(kwargs.get("device")) else made
+    if not is_gpu(kwargs.get("device")):
+        return original(*args, **kwargs)
+    made = original(*args, **kwargs | {"device": "cpu"}).clone()
+    mark(made)
+    return made
 
 
 for _namespace in _NAMESPACES:
@@ -70,4 +75,4 @@ class Generator(_Generator, metaclass=_Generators):
         return _Generator(without_gpu(device))
 
 
-torch.Generator = Generator  # type: ignore[misc, assignment]
+torch.Generator = Generator  # type: ignore[misc]

@@ -57,9 +57,9 @@ class Stream:
     def wait_event(self, event: Any) -> None: ...
 
     def record_event(self, event: Any = None) -> Event:
-        event = event or Event()
-        event.record()
-        return event
+        recorded: Event = event or Event()
+        recorded.record()
+        return recorded
 
     def query(self) -> bool:
         return True

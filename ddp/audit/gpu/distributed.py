@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import inspect
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import device_mesh
 from torch.distributed import distributed_c10d as c10d
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from .replacing import called_by_torch, replace
+from .replacing import Substitute, called_by_torch, replace
 
 _nccl = set[Any]()  # the groups that were asked for NCCL, by id; None is the default group
 
 
-def replace_in_both(*names: str) -> Any:
+def replace_in_both(*names: str) -> Callable[[Substitute], Substitute]:
     """Take the place of functions that are in ``torch.distributed`` and in the module that defines them."""
 
-    def decorate(substitute: Any) -> Any:
+    def decorate(substitute: Substitute) -> Substitute:
         for name in names:
             replace(c10d, name)(substitute)
             if hasattr(c10d, name):
@@ -117,30 +119,26 @@ def data_parallel_init(original: Any, self: Any, module: Any, *args: Any, **kwar
     self.module, self.device_ids = module, []
 
 
-def _file_of_sync_batchnorm() -> Path:
-    return Path(__file__).parents[2] / "sync_batchnorm.py"
-
-
-def _synchronize_batchnorm() -> None:
-    spec = importlib.util.spec_from_file_location(f"{__package__}.sync_batchnorm", _file_of_sync_batchnorm())
+@functools.cache
+def _load_sync_batchnorm() -> Any:
+    file = Path(__file__).parents[2] / "sync_batchnorm.py"
+    spec = importlib.util.spec_from_file_location(f"{__package__}.sync_batchnorm", file)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    nn.SyncBatchNorm.forward = module.SyncBatchNorm.forward
-    replace(DistributedDataParallel, "_passing_sync_batchnorm_handle")(lambda original, self, module: None)
+    return module.SyncBatchNorm
 
 
-_synchronize_batchnorm()
+# torch's own needs a GPU.
+replace(nn.SyncBatchNorm, "forward")(lambda original, self, x: _load_sync_batchnorm().forward(self, x))
+replace(DistributedDataParallel, "_passing_sync_batchnorm_handle")(lambda original, self, module: None)
 
 
-@replace(torch.distributed.device_mesh.DeviceMesh, "__init__")
-def mesh_init(original: Any, self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
-    original(self, "cpu" if device_type == "cuda" else device_type, *args, **kwargs)
+def _mesh(original: Any, *args: Any, **kwargs: Any) -> Any:
+    given = _arguments(original, args, kwargs)
+    return original(**given | {"device_type": "cpu"}) if given["device_type"] == "cuda" else original(**given)
 
 
-def _mesh(original: Any, device_type: str, *args: Any, **kwargs: Any) -> Any:
-    return original("cpu" if device_type == "cuda" else device_type, *args, **kwargs)
-
-
-replace(torch.distributed.device_mesh, "init_device_mesh")(_mesh)
-dist.init_device_mesh = torch.distributed.device_mesh.init_device_mesh
+replace(device_mesh.DeviceMesh, "__init__")(_mesh)
+replace(device_mesh, "init_device_mesh")(_mesh)
+vars(dist)["init_device_mesh"] = device_mesh.init_device_mesh

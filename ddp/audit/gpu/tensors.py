@@ -8,17 +8,19 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from .replacing import COUNT, CPU, called_by_torch, is_gpu, replace
+from .replacing import CPU, called_by_torch, is_gpu, replace
 
 # The tensors that are known to be on the stand-in. (An attribute of a tensor would be saved with it.)
 _moved = WeakTensorKeyDictionary()
 
 
-def mark(tensor: Any) -> Any:
+def mark(tensor: Any) -> None:
     """Remember that a tensor is on the stand-in: it is not copied when it is moved there again."""
-    if type(tensor) in (Tensor, nn.Parameter):  # others, such as DTensor, may not be referred to
+    if type(tensor) in (
+        Tensor,
+        nn.Parameter,
+    ):  # torch swaps others, such as DTensor, and then there may be no reference to them
         _moved[tensor] = True
-    return tensor
 
 
 def to_gpu(tensor: Tensor, moved: Tensor) -> Tensor:
@@ -28,13 +30,13 @@ def to_gpu(tensor: Tensor, moved: Tensor) -> Tensor:
     """
     if moved is tensor and tensor not in _moved:
         moved = tensor.clone()
-    return mark(moved)
+    mark(moved)
+    return moved
 
 
 @replace(Tensor, "cuda")
 def cuda(original: Any, self: Tensor, device: Any = None, non_blocking: bool = False, memory_format: Any = None) -> Any:
-    kwargs = {} if memory_format is None else {"memory_format": memory_format}
-    return to_gpu(self, self.to(**kwargs) if kwargs else self)
+    return to_gpu(self, self if memory_format is None else self.contiguous(memory_format=memory_format))
 
 
 @replace(Tensor, "cpu")
@@ -119,6 +121,3 @@ def get_device(original: Any, self: Tensor) -> int:
 @replace(torch.TypedStorage, "cuda")
 def storage_cuda(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     return self
-
-
-assert COUNT > 0

@@ -23,8 +23,10 @@ from .event_types import Event, Process, WatchError, as_line
 directory = Path(os.environ["DDP_AUDIT_DIRECTORY"])
 _QUICK = bool(os.environ.get("DDP_AUDIT_QUICK"))
 QUICK_STEPS, QUICK_INTERVAL = 8, 16
-# Code that is not the script's: the standard library, this folder, and torch and other packages.
-_LIBRARIES = [Path(folder).resolve() for folder in (sysconfig.get_path("stdlib"), os.path.dirname(__file__))]
+# Code that is not the script's: the standard library, this folder, the stand-in for GPUs, and torch and other packages.
+_HERE = Path(__file__).resolve().parent
+_STAND_IN = (_HERE.parent / "gpu", _HERE.parents[1] / "sync_batchnorm.py")
+_LIBRARIES = {Path(sysconfig.get_path("stdlib")).resolve(), _HERE, *_STAND_IN}
 _PACKAGES = ("site-packages", "dist-packages")
 
 _file = -1
@@ -84,7 +86,8 @@ def called_by_script() -> bool:
 
 @functools.cache
 def _is_library(file: str) -> bool:
-    return any(folder in _LIBRARIES or folder.name in _PACKAGES for folder in Path(file).resolve().parents)
+    path = Path(file).resolve()
+    return any(part in _LIBRARIES or part.name in _PACKAGES for part in (path, *path.parents))
 
 
 @dataclasses.dataclass
