@@ -96,8 +96,9 @@ class Event:
 
 
 @contextlib.contextmanager
-def stream(stream: Any = None) -> Iterator[Any]:
-    yield stream
+def _block(value: Any = None, *args: Any) -> Iterator[Any]:
+    """A block that changes nothing."""
+    yield value
 
 
 class device:
@@ -150,8 +151,7 @@ _FUNCTIONS: dict[str, Any] = {
     **dict.fromkeys(("set_per_process_memory_fraction", "set_sync_debug_mode"), _nothing),
     "Stream": Stream,
     "Event": Event,
-    "stream": stream,
-    "StreamContext": stream,
+    **dict.fromkeys(("stream", "StreamContext"), _block),
     **dict.fromkeys(("current_stream", "default_stream"), Stream),
     "mem_get_info": _always((MEMORY, MEMORY)),
     "memory_stats": lambda device=None: defaultdict(int),
@@ -215,8 +215,5 @@ _ACCELERATOR: dict[str, Any] = {
 }
 if hasattr(torch, "accelerator"):
     _take_the_place_of(torch.accelerator, _ACCELERATOR)
-for _name in ("range_push", "range_pop", "mark"):
-    setattr(torch.cuda.nvtx, _name, _nothing)
-torch.cuda.nvtx.range = contextlib.nullcontext
-for _name in ("start", "stop"):
-    setattr(torch.cuda.profiler, _name, _nothing)
+_take_the_place_of(torch.cuda.nvtx, dict.fromkeys(("range_push", "range_pop", "mark"), _nothing) | {"range": _block})
+_take_the_place_of(torch.cuda.profiler, dict.fromkeys(("start", "stop"), _nothing))
