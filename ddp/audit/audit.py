@@ -123,7 +123,7 @@ def audit(config: AuditConfig, script: Sequence[str], say: Callable[[object], ob
     report = Report(outcome, why, [] if why else unjudged(trace))
     for finding in found:
         _add(report, finding, config)
-    for line in (_summary(trace, report), *report.partly):
+    for line in (_summary(trace, report, launch.device_for(config.device, config.ranks)), *report.partly):
         say(line)
     for finding in report.findings:
         say(_line(finding, config))
@@ -201,10 +201,12 @@ def require_script(script: Sequence[str]) -> None:
         raise UsageError(f"{script[0]}: there is no such script")
 
 
-def _summary(trace: Trace, report: Report) -> str:
+def _summary(trace: Trace, report: Report, device: str) -> str:
     steps = [len(rank.steps) for rank in trace.ranks]
     epochs = [len(rank.all(LoaderBegins)) for rank in trace.ranks]
+    stand_in = " on stand-in GPUs" if device == "stand-in" else ""
     return (
-        f"{trace.world_size} ranks, {max(steps, default=0)} optimizer steps, {max(epochs, default=0)} iterations over loaders, "
-        f"{report.outcome.seconds:.1f} s" + (f", findings ignored: {len(report.ignored)}" if report.ignored else "")
+        f"{trace.world_size} ranks{stand_in}, {max(steps, default=0)} optimizer steps, "
+        f"{max(epochs, default=0)} iterations over loaders, {report.outcome.seconds:.1f} s"
+        + (f", findings ignored: {len(report.ignored)}" if report.ignored else "")
     )
