@@ -15,4 +15,4 @@ from __future__ import annotations
 
 def install() -> None:
     """Take the functions' place. torch has been imported, and the script's first line that uses it has not run yet."""
-    from . import amp, arguments, cuda, distributed, loading, tensors  # noqa: F401
+    from . import amp, arguments, cuda, distributed, loading, randomness, tensors  # noqa: F401

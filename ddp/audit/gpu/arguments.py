@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 from torch.utils._device import DeviceContext, _device_constructors
 
+from .randomness import drawn_on_gpu
 from .replacing import is_gpu, replace, without_gpu
-from .tensors import mark
+from .tensors import is_moved, mark
 
 _NAMESPACES = (torch, torch.fft, torch.nested, torch.signal.windows)
 _LIKE = ("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like")
@@ -20,9 +21,16 @@ _MAY_SHARE = ("as_tensor", "asarray")  # their result may lie in the memory of w
 def _on_gpu(original: Any, *args: Any, **kwargs: Any) -> Any:
     if not is_gpu(kwargs.get("device")):
         return original(*args, **kwargs)
-    made = original(*args, **kwargs | {"device": "cpu"})
+    with drawn_on_gpu():
+        made = original(*args, **kwargs | {"device": "cpu"})
     mark(made)
     return made
+
+
+def _like_one_on_gpu(original: Any, like: Tensor, *args: Any, **kwargs: Any) -> Any:
+    device = kwargs.get("device")
+    on_gpu = {"device": "cuda"} if is_gpu(device) or (device is None and is_moved(like)) else {}
+    return _on_gpu(original, like, *args, **kwargs | on_gpu)
 
 
 def _own_memory_on_gpu(original: Any, *args: Any, **kwargs: Any) -> Any:
@@ -38,7 +46,7 @@ for _namespace in _NAMESPACES:
         if callable(_function) and _function in _device_constructors() and _name not in _MAY_SHARE:
             replace(_namespace, _name)(_on_gpu)
 replace(torch, *_MAY_SHARE)(_own_memory_on_gpu)
-replace(torch, *_LIKE)(_on_gpu)
+replace(torch, *_LIKE)(_like_one_on_gpu)
 replace(Tensor, *_NEW)(_on_gpu)
 
 

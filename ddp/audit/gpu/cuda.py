@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from . import randomness
 from .replacing import COUNT, line_of_script, replace
 
 NAME = "stand-in GPU"
@@ -130,11 +131,6 @@ def _always(value: Any) -> Callable[..., Any]:
     return lambda *args, **kwargs: value
 
 
-def _set_states(states: Any) -> None:
-    torch.set_rng_state(states[_current])
-
-
-# The CPU and the stand-in have one generator, which torch.manual_seed seeds.
 _FUNCTIONS: dict[str, Any] = {
     **dict.fromkeys(("is_available", "is_initialized", "is_bf16_supported", "is_tf32_supported"), _always(True)),
     **dict.fromkeys(("is_current_stream_capturing", "can_device_access_peer"), _always(False)),
@@ -160,12 +156,12 @@ _FUNCTIONS: dict[str, Any] = {
     **dict.fromkeys(("utilization", "memory_usage", "temperature", "power_draw", "clock_rate"), _always(0)),
     **{f"reset_{what}": _nothing for what in ("peak_memory_stats", "accumulated_memory_stats")},
     **{f"reset_max_memory_{what}": _nothing for what in ("allocated", "cached")},
-    **dict.fromkeys(("manual_seed", "manual_seed_all", "seed", "seed_all"), _nothing),
-    "initial_seed": torch.initial_seed,
-    "get_rng_state": lambda device=None: torch.get_rng_state(),
-    "get_rng_state_all": lambda: [torch.get_rng_state()] * COUNT,
-    "set_rng_state": lambda state, device=None: torch.set_rng_state(state),
-    "set_rng_state_all": _set_states,
+    **dict.fromkeys(("manual_seed", "manual_seed_all"), randomness.seed),
+    **dict.fromkeys(("seed", "seed_all"), lambda: randomness.seed(torch.Generator().seed())),
+    "get_rng_state": randomness.get_state,
+    "get_rng_state_all": lambda: [randomness.get_state()] * COUNT,
+    "set_rng_state": randomness.set_state,
+    "set_rng_state_all": lambda states: randomness.set_state(states[_current]),
 }
 _MODULES = (torch.cuda, torch.cuda.memory, torch.cuda.random, torch.cuda.streams)
 _KEPT = ("check_error", "get_sync_debug_mode", "get_gencode_flags")

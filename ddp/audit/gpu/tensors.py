@@ -23,12 +23,17 @@ def mark(tensor: Any) -> None:
         _moved[tensor] = True
 
 
+def is_moved(tensor: Any) -> bool:
+    """Whether a tensor is known to be on the stand-in. (A result of tensors there is not.)"""
+    return tensor in _moved
+
+
 def to_gpu(tensor: Tensor, moved: Tensor) -> Tensor:
     """A tensor of its own, as a copy on a GPU is: changes of it do not reach the CPU's, and it is no leaf.
 
     :param moved: the tensor in its new dtype and format, which may be the same
     """
-    if moved is tensor and tensor not in _moved:
+    if moved is tensor and not is_moved(tensor):
         moved = tensor.clone()
     mark(moved)
     return moved
@@ -92,6 +97,14 @@ def _on_gpu(module: nn.Module) -> nn.Module:
     for tensor in (*module.parameters(), *module.buffers()):
         mark(tensor)
     return module
+
+
+@replace(nn.Parameter, "__new__")
+def parameter(original: Any, cls: Any, data: Any = None, *args: Any, **kwargs: Any) -> Any:
+    made = original(cls, data, *args, **kwargs)
+    if is_moved(data):
+        mark(made)
+    return made
 
 
 @replace(Tensor, "pin_memory")

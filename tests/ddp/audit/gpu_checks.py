@@ -8,6 +8,7 @@ import warnings
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+import torch.utils.checkpoint
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
@@ -108,6 +109,22 @@ def streams():
     assert torch.equal(torch.rand(3, device="cuda"), drawn)
 
 
+def randomness():
+    """The GPU has a generator of its own, from which modules draw there; torch.manual_seed seeds both."""
+    dropout = nn.Sequential(nn.Linear(8, 64, device="cuda"), nn.Dropout())
+    torch.manual_seed(0)
+    on_cpu, mask = torch.rand(3), dropout(torch.ones(8).cuda()) == 0
+    torch.manual_seed(0)
+    torch.cuda.manual_seed(1)
+    assert not torch.equal(dropout(torch.ones(8).cuda()) == 0, mask)
+    assert torch.equal(torch.rand(3), on_cpu)
+    torch.manual_seed(0)
+    repeated = torch.utils.checkpoint.checkpoint(dropout, torch.ones(8).cuda(), use_reentrant=False)
+    assert torch.equal(repeated == 0, mask)
+    repeated.sum().backward()
+    assert dropout[0].bias.grad.tolist() == [0 if dropped else 2 for dropped in mask]
+
+
 def groups():
     assert dist.is_nccl_available() and dist.get_backend() == "nccl"
     dist.barrier(device_ids=[rank])
@@ -164,6 +181,6 @@ def error_of(function, *arguments):
 
 
 dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
-for check in (devices, moves, factories, files, streams, groups, batchnorm, precision):
+for check in (devices, moves, factories, files, streams, randomness, groups, batchnorm, precision):
     check()
 dist.destroy_process_group()
