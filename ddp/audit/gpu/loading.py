@@ -1,4 +1,4 @@
-"""Files, loaders and compilers that ask for a GPU."""
+"""Files, loaders, compilers and profilers that ask for a GPU."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.utils.data
+from torch.profiler import ProfilerActivity, profiler
 
 from .replacing import is_gpu, replace, without_gpu
 
@@ -35,3 +36,8 @@ def compile_(original: Any, model: Any = None, **kwargs: Any) -> Any:
 
 @replace(torch.nn.Module, "compile")
 def module_compile(original: Any, self: Any, *args: Any, **kwargs: Any) -> None: ...
+
+
+@replace(profiler._KinetoProfile, "__init__")
+def profile(original: Any, self: Any, *, activities: Any = None, **kwargs: Any) -> None:
+    original(self, activities=[ProfilerActivity.CPU], **kwargs)
