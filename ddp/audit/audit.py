@@ -21,7 +21,7 @@ from ddp.audit.names import is_ignored, require_ignored
 from ddp.audit.trace import Trace, read
 from ddp.audit.unjudged import why_unjudged
 from ddp.audit.vary import KINDS, RUN, Variation, plan, vary
-from ddp.audit.watch.event_types import Backward, LoaderBegins
+from ddp.audit.watch.event_types import LoaderBegins
 
 OUTPUT_LINES = 20  # of a variation that fails
 

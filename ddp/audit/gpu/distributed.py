@@ -13,9 +13,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import device_mesh
 from torch.distributed import distributed_c10d as c10d
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from .replacing import Substitute, called_by_torch, replace
+from .replacing import CPU, Substitute, called_by_torch, replace
 
 _nccl = set[Any]()  # the groups that were asked for NCCL, by id; None is the default group
 
@@ -110,6 +111,12 @@ def ddp_init(original: Any, self: Any, module: Any, *args: Any, **kwargs: Any) -
         given.pop(name, None)
     original(self, module, **given)
     self.device_ids = None
+
+
+@replace(FullyShardedDataParallel, "__init__")
+def fsdp_init(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+    given = _arguments(original, (self, *args), kwargs)
+    original(**given | {"device_id": CPU})
 
 
 @replace(DataParallel, "__init__")
