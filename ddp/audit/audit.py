@@ -13,6 +13,7 @@ from typing import Any
 
 from common.cli import option
 from common.errors import UsageError
+from common.foreign_script import start
 from common.foreign_script.run import Outcome
 from ddp.audit import launch
 from ddp.audit.detectors import find, unjudged
@@ -34,10 +35,10 @@ class AuditConfig:
     device: str = option(
         "auto",
         "the devices that the script finds: auto takes GPUs, or a stand-in for each if there are fewer than ranks; cpu hides GPUs",
-        choices=launch.DEVICES,
+        choices=start.DEVICES,
     )
     start: str = option(
-        "auto", "who starts the ranks: torchrun, or python, where the script does", choices=launch.STARTS
+        "auto", "who starts the ranks: torchrun, or python, where the script does", choices=start.STARTS
     )
     quick: bool = option(False, "look closely only at the first 8 steps, and every 16th after them")
     timeout: float = option(600.0, "seconds after which the script counts as hanging", above=0)
@@ -123,7 +124,7 @@ def audit(config: AuditConfig, script: Sequence[str], say: Callable[[object], ob
     report = Report(outcome, why, [] if why else unjudged(trace))
     for finding in found:
         _add(report, finding, config)
-    for line in (_summary(trace, report, launch.device_for(config.device, config.ranks)), *report.partly):
+    for line in (_summary(trace, report, start.device_for(config.device, config.ranks)), *report.partly):
         say(line)
     for finding in report.findings:
         say(_line(finding, config))
@@ -159,7 +160,7 @@ def _run(
     arguments = [argument.replace(RUN, os.fspath(folder)) for argument in script]
     with tempfile.TemporaryDirectory(prefix="ddp-audit-") as name:
         events = Path(name)
-        device = launch.device_for(config.device, ranks)
+        device = start.device_for(config.device, ranks)
         outcome = launch.run(
             arguments, ranks, events, config.timeout, config.quick, kill_at, output, device, config.start
         )

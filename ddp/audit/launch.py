@@ -1,72 +1,17 @@
-"""Runs a script on ranks, as torchrun or the script itself starts them, with every process watched."""
+"""Runs a script on ranks, with every process watched."""
 
 from __future__ import annotations
 
-import ast
-import contextlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-from common.foreign_script.run import LOCAL_RANK_VARIABLE, Outcome, injected
+from common.foreign_script.run import Outcome, injected
 from common.foreign_script.run import run as run_watched
+from common.foreign_script.start import STAND_IN, command, environment_for
 
-STAND_IN, WATCH = (Path(__file__).parent / name / "__init__.py" for name in ("gpu", "watch"))
-DEVICES = ("auto", "cpu", "gpu")
-STARTS = ("auto", "torchrun", "python")
-STARTS_ITSELF = ("mp.spawn(", "multiprocessing.spawn(", "start_processes(", "notebook_launcher(")
-LOCAL_RANK_FLAGS = ("--local_rank", "--local-rank")  # by which torch.distributed.launch told a script its local rank
-
-
-def starts_itself(arguments: Sequence[str]) -> bool:
-    """Whether a script starts its own ranks, in its own file or in a module beside it."""
-    text = "\n".join(_own_code(arguments))
-    by_processes = "Process(" in text and "init_process_group" in text and "LOCAL_RANK" not in text
-    return by_processes or any(call in text for call in STARTS_ITSELF)
-
-
-def _own_code(arguments: Sequence[str]) -> Iterator[str]:
-    """The text of a script, and of the modules in its folder that it imports."""
-    todo, seen = [Path(arguments[0])], set[Path]()
-    while todo:
-        path = todo.pop()
-        if path in seen:
-            continue
-        seen.add(path)
-        with contextlib.suppress(OSError, UnicodeDecodeError, SyntaxError):
-            text = path.read_text()
-            yield text
-            for node in ast.walk(ast.parse(text)):
-                names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-                if isinstance(node, ast.ImportFrom) and node.module:
-                    names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
-                for name in names:
-                    module = Path(arguments[0]).parent.joinpath(*name.split("."))
-                    todo += [module.with_suffix(".py"), module / "__init__.py"]
-
-
-def device_for(device: str, ranks: int) -> str:
-    """One of ``"cpu"``, ``"gpu"`` and ``"stand-in"``, for a value of ``--device``."""
-    # Without torch, whose import takes as long as a small script.
-    lacks_gpus = len(list(Path("/dev").glob("nvidia[0-9]*"))) < ranks
-    return {"auto": "stand-in" if lacks_gpus else "gpu"}.get(device, device)
-
-
-def environment_for(device: str, ranks: int, arguments: Sequence[str]) -> dict[str, str]:
-    """The environment variables of a script's processes.
-
-    :param device: ``"cpu"``, ``"gpu"`` or ``"stand-in"``
-    """
-    environment = {"OMP_NUM_THREADS": "1", **os.environ}  # as torchrun sets it, which then does not warn of it
-    if device != "gpu":
-        environment["CUDA_VISIBLE_DEVICES"] = ""
-    if device == "stand-in":
-        environment["STAND_IN_GPUS"] = str(ranks)
-    own = next(_own_code(arguments), "")
-    for flag in LOCAL_RANK_FLAGS:
-        if f'"{flag}"' in own or f"'{flag}'" in own:
-            environment[LOCAL_RANK_VARIABLE] = f"{flag}{os.pathsep}{arguments[0]}"
-    return environment
+WATCH = Path(__file__).parent / "watch" / "__init__.py"
+SYNC_BATCHNORM = Path(__file__).parents[1] / "sync_batchnorm.py"
 
 
 def run(
@@ -87,22 +32,15 @@ def run(
     :param timeout: seconds after which the run is stopped
     :param kill_at: each rank is killed after so many optimizer steps
     :param output: file for what the script prints; without one, that goes to stderr
-    :param device: as in :func:`environment_for`
-    :param start: one of :data:`STARTS`
+    :param device: as in :func:`common.foreign_script.start.environment_for`
+    :param start: one of :data:`common.foreign_script.start.STARTS`
     """
     watches = [STAND_IN, WATCH] if device == "stand-in" else [WATCH]
     environment = {
-        **environment_for(device, ranks, arguments),
+        **environment_for(device, ranks, arguments, SYNC_BATCHNORM),
         **injected(*watches),
         "DDP_AUDIT_DIRECTORY": os.fspath(directory),
         "DDP_AUDIT_QUICK": "1" if quick else "",
         "DDP_AUDIT_KILL_AT": str(kill_at or 0),
     }
     return run_watched(command(arguments, ranks, start), environment, timeout, directory, output)
-
-
-def command(arguments: Sequence[str], ranks: int, start: str) -> list[str]:
-    """The arguments of Python that start a script's ranks."""
-    if start == "python" or (start == "auto" and starts_itself(arguments)):
-        return list(arguments)
-    return ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", *arguments]

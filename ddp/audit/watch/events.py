@@ -25,7 +25,8 @@ _QUICK = bool(os.environ.get("DDP_AUDIT_QUICK"))
 QUICK_STEPS, QUICK_INTERVAL = 8, 16
 # Code that is not the script's: the standard library, this folder, the stand-in for GPUs, and torch and other packages.
 _HERE = Path(__file__).resolve().parent
-_STAND_IN = (_HERE.parent / "gpu", _HERE.parents[1] / "sync_batchnorm.py")
+_PROJECT = _HERE.parents[2]
+_STAND_IN = (_PROJECT / "common" / "foreign_script", _PROJECT / "ddp" / "sync_batchnorm.py")
 _LIBRARIES = {Path(sysconfig.get_path("stdlib")).resolve(), _HERE, *_STAND_IN}
 _PACKAGES = ("site-packages", "dist-packages")
 

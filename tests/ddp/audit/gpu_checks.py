@@ -1,9 +1,11 @@
+# mypy: ignore-errors
 """A script for GPUs, run on a stand-in by test_gpu.py: what a script can see of a GPU is as it would be there."""
 
 import copy
 import io
 import os
 import warnings
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -16,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 rank = int(os.environ["RANK"])
 
 
-def devices():
+def devices() -> None:
     assert torch.cuda.is_available() and torch.cuda.device_count() == 2
     torch.cuda.set_device(rank)
     assert torch.cuda.current_device() == rank
@@ -28,7 +30,7 @@ def devices():
     assert "invalid device ordinal" in error_of(torch.cuda.set_device, 2)
 
 
-def moves():
+def moves() -> None:
     """A move is a copy, also of what it is not a copy of on a CPU."""
     on_cpu = torch.zeros(3, requires_grad=True)
     moved = on_cpu.cuda()
@@ -53,7 +55,7 @@ def moves():
     assert torch.zeros(2, 4)[:, :3].pin_memory().to("cuda").is_contiguous()
 
 
-def factories():
+def factories() -> None:
     for tensor in (
         torch.zeros(2, device="cuda"),
         torch.tensor([1.0], device=f"cuda:{rank}"),
@@ -76,7 +78,7 @@ def factories():
     assert scripted(torch.ones(2, device="cuda")).sum() == 2
 
 
-def files():
+def files() -> None:
     file = io.BytesIO()
     torch.save({"weight": torch.ones(2, device="cuda")}, file)
     for where in (
@@ -91,7 +93,7 @@ def files():
     copy.deepcopy(nn.Linear(2, 2).cuda())
 
 
-def streams():
+def streams() -> None:
     side = torch.cuda.Stream()
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()
@@ -109,7 +111,7 @@ def streams():
     assert torch.equal(torch.rand(3, device="cuda"), drawn)
 
 
-def randomness():
+def randomness() -> None:
     """The GPU has a generator of its own, from which modules draw there; torch.manual_seed seeds both."""
     dropout = nn.Sequential(nn.Linear(8, 64, device="cuda"), nn.Dropout())
     torch.manual_seed(0)
@@ -125,7 +127,7 @@ def randomness():
     assert dropout[0].bias.grad.tolist() == [0 if dropped else 2 for dropped in mask]
 
 
-def groups():
+def groups() -> None:
     assert dist.is_nccl_available() and dist.get_backend() == "nccl"
     dist.barrier(device_ids=[rank])
     for async_op in (False, True):
@@ -145,7 +147,7 @@ def groups():
     assert init_device_mesh("cuda", (2,)).size() == 2
 
 
-def batchnorm():
+def batchnorm() -> None:
     """The batches of both ranks are normalized as one."""
     generator = torch.Generator().manual_seed(0)
     whole = torch.randn(8, 3, 4, generator=generator)
@@ -156,7 +158,7 @@ def batchnorm():
     assert synchronized.eval()(own).shape == own.shape
 
 
-def precision():
+def precision() -> None:
     model = torch.compile(nn.Linear(4, 4).cuda())
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     scaler = torch.amp.GradScaler("cuda")
@@ -172,7 +174,7 @@ def precision():
         assert model(torch.ones(1, 4).cuda()).dtype == torch.float32
 
 
-def error_of(function, *arguments):
+def error_of(function: Callable[..., object], *arguments: object) -> str:
     try:
         function(*arguments)
     except RuntimeError as error:

@@ -15,10 +15,11 @@ from pathlib import Path
 
 from common.cli import command, option, parse
 from common.errors import UsageError
+from common.foreign_script import start
+from common.foreign_script.failure import why_failed
 from common.foreign_script.run import injected, run
-from ddp.audit import launch
 from ddp.audit.audit import split_arguments
-from ddp.audit.unjudged import why_failed
+from ddp.audit.launch import SYNC_BATCHNORM
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class GPUConfig:
 
     ranks: int = option(2, "ranks on which the script runs, each with a GPU", minimum=1, maximum=64)
     start: str = option(
-        "auto", "who starts the ranks: torchrun, or python, where the script does", choices=launch.STARTS
+        "auto", "who starts the ranks: torchrun, or python, where the script does", choices=start.STARTS
     )
     timeout: float = option(600.0, "seconds after which the run is stopped", above=0)
 
@@ -36,10 +37,10 @@ class GPUConfig:
 def main() -> None:
     own, script = split_arguments(sys.argv[1:])
     config = parse(GPUConfig, "ddp.audit.gpu", __doc__, own)
-    environment = launch.environment_for("stand-in", config.ranks, script) | injected(launch.STAND_IN)
+    environment = start.environment_for("stand-in", config.ranks, script, SYNC_BATCHNORM) | injected(start.STAND_IN)
     with tempfile.TemporaryDirectory() as folder:
-        started = launch.command(script, config.ranks, config.start)
-        outcome = run(started, environment, config.timeout, Path(folder), None)
+        command_line = start.command(script, config.ranks, config.start)
+        outcome = run(command_line, environment, config.timeout, Path(folder), None)
     if outcome.status is None:
         raise UsageError(f"{' '.join(script)} did not end within {outcome.seconds:.0f} s")
     if outcome.status:

@@ -1,13 +1,11 @@
 """A stand-in for GPUs: a script that names CUDA runs on CPU ranks, unchanged.
 
-    python -m ddp.audit.gpu -- train.py --epochs 2     # starts it on two ranks, and audits nothing
-
 It takes the place of torch's Python functions that take a device, right after torch has been imported. Tensors stay on the CPU.
 ``torch.device("cuda")`` needs no driver, so it stays what it is until one of these functions gets it: what a script decides by
 its devices, by ``is_available()`` or by the backend, it decides as on a GPU.
 
 It cannot show what only a GPU does: kernels of its own, asynchronous errors, or the failure of an operation between the CPU and a GPU.
-Like the watch, it is loaded under another name than its own, and imports nothing of the project but its own modules.
+It is loaded under another name than its own, and imports nothing of the project but its own modules.
 """
 
 from __future__ import annotations
