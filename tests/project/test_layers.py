@@ -36,6 +36,7 @@ LAYERS = (
         "ddp.sampler",
         "ddp.strategies",
         "ddp.sums",
+        "ddp.sync_batchnorm",
     ),
     (
         "dataloading.dataset",

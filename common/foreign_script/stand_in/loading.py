@@ -13,7 +13,7 @@ from .replacing import is_gpu, replace, without_gpu
 
 @replace(torch, "load")
 def load(original: Any, f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
-    """What was saved on a real GPU is loaded, too."""
+    """A file that was saved on a real GPU is loaded, too."""
     if isinstance(map_location, dict):
         map_location = {source: without_gpu(target) for source, target in map_location.items()} | {"cpu": "cpu"}
     elif map_location is None or is_gpu(map_location):
@@ -30,7 +30,7 @@ def loader(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
 
 @replace(torch, "compile")
 def compile_(original: Any, model: Any = None, **kwargs: Any) -> Any:
-    """What would be compiled runs as it is written."""
+    """A model that would be compiled runs as it is written."""
     return model if model is not None else lambda function: function
 
 

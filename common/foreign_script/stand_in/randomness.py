@@ -24,7 +24,19 @@ class _Drawing(threading.local):
 
 
 _drawing = _Drawing()
-_state = torch.Generator().get_state()  # of the stand-in's generator, unless it is drawn from
+
+
+def _new_state(number: int | None = None) -> Tensor:
+    """Of a generator with this seed, or with any: torch seeds those of GPUs at random."""
+    generator = torch.Generator()
+    if number is None:
+        generator.seed()
+    else:
+        generator.manual_seed(number)
+    return generator.get_state()
+
+
+_state = _new_state()  # of the stand-in's generator, unless it is drawn from
 
 
 def get_state(device: Any = None) -> Tensor:
@@ -41,9 +53,9 @@ def set_state(state: Tensor, device: Any = None) -> None:
         _state = state.clone()
 
 
-def seed(number: int) -> None:
-    """As ``torch.cuda.manual_seed``. ``torch.manual_seed`` calls it, too."""
-    set_state(torch.Generator().manual_seed(int(number)).get_state())
+def seed(number: int | None = None) -> None:
+    """As ``torch.cuda.manual_seed``, which ``torch.manual_seed`` calls, too; without a number, as ``torch.cuda.seed``."""
+    set_state(_new_state(number))
 
 
 @contextlib.contextmanager

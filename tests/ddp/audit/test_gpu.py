@@ -58,10 +58,7 @@ def test_a_script_sees_what_it_would_see_of_a_gpu() -> None:
 
 @pytest.mark.examples
 def test_a_gpu_script_trains_as_its_cpu_form(tmp_path: Path) -> None:
-    """Its weights are the same to the last bit.
-
-    Claim (ddp/audit/README.md): on the stand-in, a GPU script trains to the bits of its CPU form.
-    """
+    """Its weights are the same to the last bit."""
     for_cpus = JOB
     for gpu, cpu in FOR_CPUS.items():
         assert gpu in for_cpus
