@@ -27,7 +27,7 @@ _drawing = _Drawing()
 
 
 def _new_state(number: int | None = None) -> Tensor:
-    """Of a generator with this seed, or with any: torch seeds those of GPUs at random."""
+    """The state of a generator with this seed; without one, at random, as torch seeds those of GPUs."""
     generator = torch.Generator()
     if number is None:
         generator.seed()
