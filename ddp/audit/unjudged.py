@@ -5,7 +5,7 @@ from __future__ import annotations
 from common.foreign_script.failure import own_lines, why_failed
 from common.foreign_script.run import Outcome
 from ddp.audit.trace import Trace
-from ddp.audit.watch.event_types import Backward
+from ddp.audit.watch.event_types import Backward, Skipped
 
 
 def why_unjudged(trace: Trace, outcome: Outcome) -> str | None:
@@ -20,10 +20,12 @@ def why_unjudged(trace: Trace, outcome: Outcome) -> str | None:
         return "the script never made a process group: it calls no init_process_group"
     if trace.world_size < 2:
         return "the script ran on one rank: most of what can be wrong needs two, so give --ranks 2"
-    if not any(rank.steps for rank in trace.ranks):
-        passes = sum(len(rank.all(Backward)) for rank in trace.ranks)
-        return f"the script took no optimizer step of torch.optim ({passes} backward passes were seen)"
-    return None
+    if any(rank.steps for rank in trace.ranks):
+        return None
+    if skipped := max(len(rank.all(Skipped)) for rank in trace.ranks):
+        return f"the script took no optimizer step: its scaler skipped all {skipped}, since gradients were inf or nan"
+    passes = sum(len(rank.all(Backward)) for rank in trace.ranks)
+    return f"the script took no optimizer step of torch.optim ({passes} backward passes were seen)"
 
 
 def _innermost(stack: str) -> str:
