@@ -23,7 +23,7 @@ from ddp.audit.names import explain
 
 @command
 def main() -> None:
-    own, script = split_arguments(sys.argv[1:])
+    own, script = split_arguments(sys.argv[1:], AuditConfig)
     config = parse(AuditConfig, "ddp.audit", __doc__, own)
     if config.explain:
         print(explain(config.explain))

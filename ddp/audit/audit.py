@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 import sys
@@ -11,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from common.cli import option
+from common.cli import flag_of, option
 from common.errors import UsageError
 from common.foreign_script import start
 from common.foreign_script.run import Outcome
@@ -62,7 +63,7 @@ class Report:
     """The result of an audit.
 
     :ivar unjudged: why the run cannot be judged, if it cannot
-    :ivar partly: why detectors judged nothing of what they look at, a line each
+    :ivar partly: what was not watched, and why detectors judged nothing of what they look at, a line each
     :ivar ignored: what the user leaves out
     """
 
@@ -121,7 +122,8 @@ def audit(config: AuditConfig, script: Sequence[str], say: Callable[[object], ob
         trace, outcome = _run(config, Path(folder), script, config.ranks)
     found = find(trace) if trace.ranks else []
     why = why_unjudged(trace, outcome)
-    report = Report(outcome, why, [] if why else unjudged(trace))
+    missing = [f"not watched, since this torch does not have it: {name}" for name in outcome.missing]
+    report = Report(outcome, why, missing + ([] if why else unjudged(trace)))
     for finding in found:
         _add(report, finding, config)
     for line in (_summary(trace, report, start.device_for(config.device, config.ranks)), *report.partly):
@@ -178,24 +180,26 @@ def _run_again(config: AuditConfig, folder: Path, script: Sequence[str], ranks: 
         return trace
 
 
-def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """A command's own arguments, and those after ``--``: the script and its own.
+def split_arguments(arguments: Sequence[str], config_type: type) -> tuple[list[str], list[str]]:
+    """A command's own arguments, and the script with its own: from ``--`` on, or from the first that is no flag or its value.
 
-    :raises UsageError: without a script that can be run, unless only text is asked for
+    :param config_type: the dataclass of the command's own arguments
     """
-    own, script = list(arguments), list[str]()
-    if "--" in own:
-        at = own.index("--")
-        own, script = own[:at], own[at + 1 :]
-    if not any(argument.startswith(("-h", "--help", "--explain")) for argument in own):
-        require_script(script)
+    with_value = {flag_of(field.name) for field in dataclasses.fields(config_type) if field.type != "bool"}
+    own, script = list[str](), list(arguments)
+    while script and script[0].startswith("-") and script[0] != "-m":
+        flag = script.pop(0)
+        if flag == "--":
+            break
+        own += [flag, *(script[:1] if flag in with_value else [])]
+        del script[: flag in with_value]
     return own, script
 
 
 def require_script(script: Sequence[str]) -> None:
     """:raises UsageError: without a script that can be run"""
     if not script:
-        raise UsageError("which script? python -m ddp.audit -- train.py ARGUMENTS (with -- before it)")
+        raise UsageError("which script? python -m ddp.audit -- train.py ARGUMENTS")
     if "RANK" in os.environ:
         raise UsageError("this runs under torchrun already (RANK is set): the audit starts the script's ranks itself")
     if script[0] != "-m" and not Path(script[0]).is_file():

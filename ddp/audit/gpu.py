@@ -18,7 +18,7 @@ from common.errors import UsageError
 from common.foreign_script import start
 from common.foreign_script.failure import why_failed
 from common.foreign_script.run import injected, run
-from ddp.audit.audit import split_arguments
+from ddp.audit.audit import require_script, split_arguments
 from ddp.audit.launch import SYNC_BATCHNORM
 
 
@@ -35,8 +35,9 @@ class GPUConfig:
 
 @command
 def main() -> None:
-    own, script = split_arguments(sys.argv[1:])
+    own, script = split_arguments(sys.argv[1:], GPUConfig)
     config = parse(GPUConfig, "ddp.audit.gpu", __doc__, own)
+    require_script(script)
     environment = start.environment_for("stand-in", config.ranks, script, SYNC_BATCHNORM) | injected(start.STAND_IN)
     with tempfile.TemporaryDirectory() as folder:
         command_line = start.command(script, config.ranks, config.start)

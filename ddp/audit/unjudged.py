@@ -16,6 +16,8 @@ def why_unjudged(trace: Trace, outcome: Outcome) -> str | None:
         return f"the script did not end within {outcome.seconds:.0f} s: {'; '.join(map(_innermost, outcome.stacks))}"
     if outcome.status:
         return why_failed(outcome)
+    if trace.world_size < 2 and outcome.unwatched:
+        return f"the script could not be watched: {outcome.unwatched[0]}"
     if not trace.ranks:
         return "the script never made a process group: it calls no init_process_group"
     if trace.world_size < 2:

@@ -6,7 +6,17 @@ calls of some of torch's functions; they draw no random number, send nothing, an
 
 from __future__ import annotations
 
+import importlib
+
+PARTS = ("collectives", "files", "gradients", "loaders", "losses", "optimizers", "randomness", "wrappers")
+
 
 def install() -> None:
     """Begin to watch. torch has been imported, and the script's first line that uses it has not run yet."""
-    from . import collectives, files, gradients, loaders, losses, optimizers, randomness, wrappers  # noqa: F401
+    from .events import say_missing
+
+    for part in PARTS:
+        try:
+            importlib.import_module(f".{part}", __package__)
+        except (ImportError, AttributeError) as error:
+            say_missing(f"{error} (so nothing of watch/{part}.py)")

@@ -31,7 +31,7 @@ def collective(call: Call) -> Look:
     before = [scalar.item() for scalar in scalars]
     yield
     found = [tensor for tensor in find_tensors(arguments) if tensor.numel()]
-    # HACK: the private task id tells that a backward pass runs. If torch renames it, the audited script ends with AttributeError.
+    # HACK: the private task id tells that a backward pass runs. If torch renames it, no run can be judged.
     if name == "all_gather" and called_by_script():
         _gathered.append((call.get("tensor_list"), call.get("tensor").requires_grad, where()))
     event = Collective(

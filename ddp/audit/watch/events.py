@@ -130,6 +130,12 @@ class _Thread(threading.local):
 thread = _Thread()
 
 
+def say_missing(name: str) -> None:
+    """Write down what this version of torch does not have: it is not watched, and all else is."""
+    with open(directory / f"{os.getpid()}.missing", "a") as file:
+        print(name, file=file)
+
+
 def watch(owner: Any, *names: str) -> Callable[[Watcher], Watcher]:
     """Let the decorated generator look at each call of these functions of an owner.
 
@@ -138,18 +144,21 @@ def watch(owner: Any, *names: str) -> Callable[[Watcher], Watcher]:
 
     def decorate(watcher: Watcher) -> Watcher:
         for name in names:
-            setattr(owner, name, _watched(getattr(owner, name), watcher))
+            if hasattr(owner, name):
+                setattr(owner, name, _watched(getattr(owner, name), watcher))
+            else:
+                say_missing(f"{owner.__name__}.{name}")
         return watcher
 
     return decorate
 
 
 def _watched(function: Callable[..., Any], watcher: Watcher) -> Callable[..., Any]:
-    """The function gets the call itself from quiet code and from torch.compile."""
+    """The function gets the call itself from quiet code, and from torch.compile and torch.jit."""
 
     @functools.wraps(function)
     def watched(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or thread.quiet:
+        if torch.compiler.is_compiling() or torch.jit.is_tracing() or thread.quiet:  # type: ignore[attr-defined, no-untyped-call]
             return function(*args, **kwargs)
         call = Call(function, args, kwargs)
         look = watcher(call)
@@ -168,6 +177,10 @@ def _watched(function: Callable[..., Any], watcher: Watcher) -> Callable[..., An
             next(look, None)
         return call.result
 
+    # HACK: by these names torch.jit.script finds the function itself, which is Python's or torch's own.
+    vars(watched).update(__script_if_tracing_wrapper=True, __original_fn=inspect.unwrap(function))
+    if builtin := torch.jit._builtins._find_builtin(function):
+        torch.jit._builtins._register_builtin(watched, builtin)
     return watched
 
 

@@ -8,6 +8,7 @@ import weakref
 import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
+from torch.utils.hooks import unserializable_hook
 
 from . import tensors
 from .event_types import Backward, Probes, ZeroGrad
@@ -42,7 +43,8 @@ def watch_parameters() -> None:
     """Let each known parameter tell the gradient that this rank computes, before any wrapper averages it."""
     for number, parameter in tensors.alive().items():
         if number not in _hooked and parameter.requires_grad and parameter.is_leaf:
-            parameter.register_hook(functools.partial(_remember, number, weakref.ref(parameter)))
+            hook = functools.partial(_remember, number, weakref.ref(parameter))
+            parameter.register_hook(unserializable_hook(hook))
             _hooked.add(number)
 
 

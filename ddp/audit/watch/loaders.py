@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils import data
 
-# HACK: DataLoader's own parts. If torch renames one, no script can be audited: this import raises, or watch() does.
+# HACK: DataLoader's own parts. If torch renames one, the audit says that loaders are not watched.
 from torch.utils.data._utils import fetch
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 

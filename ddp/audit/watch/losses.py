@@ -10,6 +10,7 @@ import functools
 
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.hooks import unserializable_hook
 
 from .event_types import Loss
 from .events import Call, Look, emit, quiet, watch, where
@@ -48,7 +49,8 @@ def loss(call: Call) -> Look:
         is_mean=reduction == "mean",
         probes=[probe(call.get("input")).tolist(), probe(target).tolist()],
     )
-    call.result.register_hook(functools.partial(_weighted, reduction, event))
+    # torch.save leaves such hooks out, and warns of others.
+    call.result.register_hook(unserializable_hook(functools.partial(_weighted, reduction, event)))
 
 
 @quiet()

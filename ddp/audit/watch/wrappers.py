@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import atexit
 import faulthandler
-import functools
 import os
 import signal
 import time
+import warnings
+import weakref
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Join
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from .event_types import Around, Evaluation, Flag, Forward, Group, JoinBegins, Names
@@ -32,6 +34,9 @@ from .events import (
 )
 from .tensors import checksum, number_of, rows
 
+# Kept here and not in the script's objects, which it may save, copy and compile.
+_wrapped = weakref.WeakKeyDictionary[DistributedDataParallel, dict[str, tuple[int, str, str]]]()
+_roots = weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]]()  # of each submodule, the module that is wrapped
 _seen: set[tuple[str, bool, bool]] = set()  # lines of the script that have been reported
 # Layers that differ between training and evaluation.
 _RANDOM = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._BatchNorm)
@@ -58,14 +63,14 @@ def join(call: Call) -> Look:
     yield
 
 
-@watch(DistributedDataParallel, "__init__")
+@watch(DistributedDataParallel, "__init__", "__setstate__")  # the latter in a copy, and in one that is loaded
 def wrap(call: Call) -> Look:
     yield
     wrapper = call.args[0]
     emit(Names(names={number_of(parameter): name for name, parameter in wrapper.module.named_parameters()}))
-    wrapper._audit_hooked = _hooked(wrapper.module)
+    _wrapped[wrapper] = _hooked(wrapper.module)
     for submodule in wrapper.module.modules():
-        submodule.register_forward_pre_hook(functools.partial(_before_forward, wrapper.module))
+        _roots[submodule] = weakref.ref(wrapper.module)
 
 
 @watch(DistributedDataParallel, "__setattr__")
@@ -83,8 +88,9 @@ def forward(call: Call) -> Look:
     if not thread.gradients:
         return
     wrapper, *inputs = call.args
+    hooked = _hooked(wrapper.module)
     event = Forward(
-        lost=not _hooked(wrapper.module).items() <= wrapper._audit_hooked.items(),
+        lost=not hooked.items() <= _wrapped.get(wrapper, hooked).items(),
         rows=rows([inputs, call.kwargs]) if detailed() else [],
         drawn_from=None if before == checksum(torch.get_rng_state()) else before,
         training=wrapper.training,
@@ -99,8 +105,16 @@ def _hooked(module: nn.Module) -> dict[str, tuple[int, str, str]]:
     return {name: (id(p), str(p.dtype), str(p.device)) for name, p in module.named_parameters() if p.requires_grad}
 
 
+def _before_any_forward(module: nn.Module, inputs: Any) -> None:
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
+        return
+    root = _roots.get(module)
+    if root is not None:
+        _before_forward(root() or module, module)
+
+
 @quiet()
-def _before_forward(root: nn.Module, module: nn.Module, _: Any) -> None:
+def _before_forward(root: nn.Module, module: nn.Module) -> None:
     """Watch a module that a wrapper holds: training calls it through the wrapper, or around it; an evaluation may do either."""
     # HACK: as in collectives.py, the private task id tells that a backward pass runs.
     trains, is_inside = thread.gradients, forward in thread.running or torch._C._current_graph_task_id() != -1
@@ -121,3 +135,8 @@ def _random_layer(module: nn.Module) -> str | None:
     """The first layer that differs between training and evaluation."""
     layers = (one for one in module.modules() if isinstance(one, _RANDOM) and getattr(one, "p", True))
     return next((type(one).__name__ for one in layers), None)
+
+
+register_module_forward_pre_hook(_before_any_forward)
+# It does nothing in a compiled module.
+warnings.filterwarnings("ignore", r"Using `torch.compile\(module\)` when there are global hooks")

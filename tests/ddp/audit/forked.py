@@ -58,7 +58,7 @@ def _run_watched(arguments: Sequence[str], directory: Path, kill_at: int | None)
     os.environ[WATCH_VARIABLE] = os.fspath(WATCH)
     os.environ["DDP_AUDIT_DIRECTORY"] = os.fspath(directory)
     os.environ["DDP_AUDIT_KILL_AT"] = str(kill_at or 0)
-    runpy.run_path(str(INJECT / "sitecustomize.py"))["_load"](WATCH).install()
+    runpy.run_path(str(INJECT / "sitecustomize.py"))
     is_module = arguments[0] == "-m"
     sys.argv = list(arguments[is_module:])
     sys.path.insert(0, os.path.dirname(sys.argv[0]))

@@ -159,6 +159,20 @@ dist.destroy_process_group()
 RAISES = GROUP + 'dist.init_process_group("gloo")\nraise RuntimeError("lost")\n'
 HANGS = GROUP + 'dist.init_process_group("gloo")\nif dist.get_rank() == 0:\n    time.sleep(1000)\ntrain()\n'
 WITHOUT_GROUP = "import torch\n"
+STARTS_ALONE = """
+import subprocess, sys
+subprocess.run([sys.executable, "-I", "-c", "import torch"], check=True)
+"""
+STARTS_WITH_ANOTHER_PATH = """
+import os, subprocess, sys
+subprocess.run([sys.executable, "-c", "import torch"], check=True, env={"PATH": os.environ["PATH"]})
+"""
+FINDS_TORCH_ITSELF = """
+import sys
+from importlib.machinery import PathFinder
+sys.meta_path.insert(0, PathFinder)
+import torch
+"""
 WITHOUT_STEP = GROUP + 'dist.init_process_group("gloo")\ntrain(0)\ndist.destroy_process_group()\n'
 
 LOADERS = (
@@ -436,4 +450,47 @@ SHARDED = (
         loss=LOSS,
         closes=False,
     )
+)
+
+# It saves, copies and compiles what is watched; and it looks for watchers of what no torch has.
+OBJECTS = (
+    GROUP
+    + """
+import copy, io, warnings
+warnings.filterwarnings("error", "backward hook")
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(8, 8)
+
+    def forward(self, x):
+        return F.mse_loss(self.layer(x + torch.rand(8)), x)
+
+dist.init_process_group("gloo")
+torch.manual_seed(dist.get_rank())
+model = DistributedDataParallel(Net())
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(4):
+    if step == 2:
+        model = copy.deepcopy(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.zero_grad()
+    loss = model(torch.randn(8, 8))
+    loss.backward()
+    optimizer.step()
+assert not copy.deepcopy(model.module)._forward_pre_hooks
+for saved in (model, model.module, loss):
+    file = io.BytesIO()
+    torch.save(saved, file)
+    assert b"foreign_script" not in file.getvalue() and b"_audit" not in file.getvalue()
+torch.jit.script(model.module.eval())(torch.randn(8, 8))
+with torch.no_grad():
+    torch.jit.trace(model.module, torch.randn(8, 8), check_trace=False)
+watch = sys.modules["_foreign_script_watch"]
+watch.events.watch(torch.optim, "renamed")(None)
+watch.PARTS = ("gone",)
+watch.install()
+dist.destroy_process_group()
+"""
 )

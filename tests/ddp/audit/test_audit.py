@@ -67,12 +67,26 @@ def test_what_is_wrong_is_found(tmp_path: Path, name: str) -> None:
     assert [said in text for text in texts] == [True], texts
 
 
+@pytest.mark.examples
+def test_the_scripts_objects_are_saved_copied_and_compiled_without_the_watch(tmp_path: Path) -> None:
+    """And what this torch does not have is named; all else is watched."""
+    done = audit("--device", "cpu", "--", write(tmp_path, "OBJECTS"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    summary, part, renamed, *_ = done.stdout.splitlines()
+    assert summary.startswith("2 ranks, 4 optimizer steps")
+    assert renamed == "not watched, since this torch does not have it: torch.optim.renamed"
+    assert part.endswith("No module named '_foreign_script_watch.gone' (so nothing of watch/gone.py)")
+
+
 @pytest.mark.parametrize(
     ("name", "flags", "said"),
     [
-        ("RAISES", (), "the script failed with exit status 1"),
-        ("HANGS", ("--timeout", "15"), 'rank 0 is at File "{script}", line '),
+        ("RAISES", (), "the script failed: {script}:20: RuntimeError: lost"),
+        ("HANGS", ("--timeout", "15"), "rank 0 is at {script}:"),
         ("WITHOUT_GROUP", (), "the script never made a process group"),
+        ("STARTS_ALONE", ("--start", "python"), " -I -c import torch` leaves the watch out by -I, -E or -S"),
+        ("STARTS_WITH_ANOTHER_PATH", ("--start", "python"), "` gets another PYTHONPATH, without the watch"),
+        ("FINDS_TORCH_ITSELF", (), "the script could not be watched: `{script}` finds torch in a way of its own"),
         ("WITHOUT_STEP", (), "the script took no optimizer step of torch.optim (0 backward passes were seen)"),
         ("WITHOUT_STEP", ("--ranks", "1"), "the script ran on one rank"),
     ],
