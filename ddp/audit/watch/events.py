@@ -130,6 +130,11 @@ class _Thread(threading.local):
 thread = _Thread()
 
 
+def is_compiling() -> bool:
+    """Whether torch.compile or torch.jit.trace runs the code in order to compile it."""
+    return torch.compiler.is_compiling() or bool(torch.jit.is_tracing())  # type: ignore[attr-defined, no-untyped-call]
+
+
 def say_missing(name: str) -> None:
     """Write down what this version of torch does not have: it is not watched, and all else is."""
     with open(directory / f"{os.getpid()}.missing", "a") as file:
@@ -158,7 +163,7 @@ def _watched(function: Callable[..., Any], watcher: Watcher) -> Callable[..., An
 
     @functools.wraps(function)
     def watched(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or torch.jit.is_tracing() or thread.quiet:  # type: ignore[attr-defined, no-untyped-call]
+        if is_compiling() or thread.quiet:
             return function(*args, **kwargs)
         call = Call(function, args, kwargs)
         look = watcher(call)

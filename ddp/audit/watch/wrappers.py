@@ -27,6 +27,7 @@ from .events import (
     directory,
     emit,
     is_below,
+    is_compiling,
     quiet,
     thread,
     watch,
@@ -106,7 +107,7 @@ def _hooked(module: nn.Module) -> dict[str, tuple[int, str, str]]:
 
 
 def _before_any_forward(module: nn.Module, inputs: Any) -> None:
-    if torch.compiler.is_compiling() or torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
+    if is_compiling():
         return
     root = _roots.get(module)
     if root is not None:
