@@ -39,7 +39,8 @@ ENDLESS_S = 1e6  # a call may take as long as it takes
 ECHO_S = 0.5  # until the death of a rank is seen; other ranks may report their broken connections before that
 
 _context = torch.multiprocessing.get_context("forkserver")
-_PRELOADED = ("torch", "ddp.rendezvous.worker_group")
+# The first, if it is installed, lets the fork server find our packages before the user's.
+_PRELOADED = ("raw_ddp_command", "torch", "ddp.rendezvous.worker_group")
 _context.set_forkserver_preload(list(_PRELOADED))
 
 
