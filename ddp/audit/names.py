@@ -31,10 +31,10 @@ def explain(name: str) -> str:
     """
     require([name])
     how, what, cure, chapter = KINDS[name]
-    paragraphs = [f"{name}: {what}", f"How it is seen: {how}", f"What to do: {cure}. See {chapter}"]
+    paragraphs = [f"{name}: {what}", f"How it is seen: {how}", f"What to do: {cure}. See {chapter}, in the repository"]
     for exhibit, path in exhibits().items():
         if f"{NAMED}{name}\n" in path.read_text():
-            paragraphs.append(f"Run `python -m ddp.museum {exhibit}` to see it. " + "\n".join(docstring(path)))
+            paragraphs.append(f"Run `raw-ddp museum {exhibit}` to see it. " + "\n".join(docstring(path)))
     return "\n\n".join(paragraphs)
 
 

@@ -20,6 +20,7 @@ from common.cli import command
 from common.errors import UsageError
 
 FOLDER = Path(__file__).parent
+ROOT = FOLDER.parents[1]
 ROOMS = ("replicas", "gradients", "data", "state")
 THREAD = re.compile(r"([\w-]+/[\w.-]+)#(\d+)")
 
@@ -49,10 +50,14 @@ def main() -> None:
 def _show(path: Path) -> None:
     """Run both variants of an exhibit under the audit, which prints what they print."""
     print(*docstring(path), "", diff_of(path), sep="\n")
-    audit = [sys.executable, "-m", "ddp.audit", "--", os.path.relpath(path)]
+    # Where the user has packages of our names, the audit and the exhibit still find ours.
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    audit = [sys.executable, "-m", "ddp.audit", "--", os.path.relpath(path, ROOT)]
     for variant, how in (("as it was found", audit), ("fixed", [*audit, "--right"])):
         print(f"\n{variant}:", flush=True)
-        subprocess.run(how, stderr=subprocess.STDOUT, check=False)
+        done = subprocess.run(how, stderr=subprocess.STDOUT, cwd=ROOT, env=environment, check=False)
+        if done.returncode not in (0, 1):
+            raise UsageError(f"{path.stem} {variant} could not be audited; see above")
 
 
 def page() -> str:

@@ -92,7 +92,7 @@ class Finding:
     @property
     def message(self) -> str:
         rank = "" if self.rank is None else f"rank {self.rank}, "
-        return f"{self.text} ({rank}step {self.event.step}). {self.cure}. See {self.chapter}"
+        return f"{self.text} ({rank}step {self.event.step}). {self.cure}. See raw-ddp audit --explain {self.name}"
 
     def __str__(self) -> str:
         return f"{':'.join(self.place)}: {'hint: ' * self.is_hint}{self.name}: {self.message}"

@@ -43,6 +43,13 @@ def test_an_unknown_exhibit_is_a_user_error() -> None:
     assert done.stderr == "error: nothing: there is no such exhibit; python -m ddp.museum lists them\n"
 
 
+def test_an_exhibit_that_cannot_be_audited_is_an_error() -> None:
+    done = run_command("ddp.museum", "same_order", env={"RANK": "0"})
+    assert done.returncode == 2
+    assert done.stderr == "error: same_order as it was found could not be audited; see above\n"
+    assert "fixed:" not in done.stdout
+
+
 @pytest.mark.examples
 @pytest.mark.parametrize("name", exhibits())
 def test_the_audit_finds_the_bug_and_nothing_else(tmp_path: Path, name: str) -> None:

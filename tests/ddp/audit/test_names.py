@@ -47,11 +47,11 @@ def test_a_name_is_explained(name: str) -> None:
     what, how, cure, *stories = explain(name).split("\n\n")
     assert what == f"{name}: {kind.what}"
     assert re.fullmatch(r"How it is seen: It [^\[*]+\.", how)
-    assert cure == f"What to do: {kind.cure}. See {kind.chapter}"
+    assert cure == f"What to do: {kind.cure}. See {kind.chapter}, in the repository"
     assert (REPOSITORY / kind.chapter.partition(",")[0]).is_file()
     exhibit = name.replace("-", "_")
     if exhibit in exhibits():
-        assert f"`python -m ddp.museum {exhibit}`" in stories[0]
+        assert f"`raw-ddp museum {exhibit}`" in stories[0]
         assert re.search(r"\w/\w+.*#\d+", stories[-1])
 
 
@@ -100,7 +100,7 @@ def test_findings_are_left_out_by_a_comment(tmp_path: Path) -> None:
 def test_an_annotation_is_escaped_as_github_demands(tmp_path: Path) -> None:
     assert finding(tmp_path / "a:b,c.py").as_annotation() == (
         f"::error file={tmp_path}/a%3Ab%2Cc.py,line=1,title=same-order::100 %25: the same,%0Aagain (rank 0, step 3). "
-        f"{KINDS['same-order'].cure}. See ddp/README.md, chapter 3"
+        f"{KINDS['same-order'].cure}. See raw-ddp audit --explain same-order"
     )
 
 
