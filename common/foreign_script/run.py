@@ -17,9 +17,7 @@ from common.child_processes import adopt_orphans, descendants, end_all_but
 INJECT = Path(__file__).parent / "inject"
 WATCH_VARIABLE = "FOREIGN_SCRIPT_WATCH"  # by which inject/sitecustomize.py knows what to load
 TRACEBACKS_VARIABLE = "FOREIGN_SCRIPT_TRACEBACKS"  # the folder for tracebacks
-LOCAL_RANK_VARIABLE = (
-    "FOREIGN_SCRIPT_LOCAL_RANK"  # the flag by which a script is told its local rank, and the script's path
-)
+LOCAL_RANK_VARIABLE = "FOREIGN_SCRIPT_LOCAL_RANK"  # a flag, and the script that is told its local rank by it
 STACKS_S = 2.0  # for the processes to write where they are
 
 
@@ -31,16 +29,12 @@ class Outcome:
     :param seconds: from its start to its end
     :param stacks: where each process that was stopped was, see :func:`run`
     :param traceback: of the first error that ended a process of it; empty without one
-    :param unwatched: the processes that are known not to be watched
-    :param missing: functions that the watches look for and torch does not have
     """
 
     status: int | None
     seconds: float
     stacks: list[str]
     traceback: str
-    unwatched: list[str]
-    missing: list[str]
 
 
 def injected(*watches: Path) -> dict[str, str]:
@@ -61,9 +55,8 @@ def run(
     :param command: the script's path, or ``-m`` and a module, and the arguments
     :param environment: of all processes, with :func:`injected`
     :param timeout: seconds after which the run is stopped
-    :param notes: a folder for files of each process: ``PID.traceback`` if an error ends it, and ``PID.unwatched`` and ``PID.missing``,
-        which have the lines of :class:`Outcome`. It is also the one with a file ``PID.stack`` of each that
-        can write its stack there on SIGUSR2. They are asked to before the run is stopped
+    :param notes: a folder for a file ``PID.traceback`` of each process that an error ends. Before the run is stopped, each process
+        that has a file ``PID.stack`` there is asked, by SIGUSR2, to write its stack
     :param output: file for what the script prints; without one, that goes to stderr
     """
     adopt_orphans()
@@ -84,15 +77,9 @@ def run(
         seconds, stacks = time.monotonic() - began, _stacks(notes) if status is None else []
         tracebacks = sorted(notes.glob("*.traceback"), key=lambda path: path.stat().st_mtime_ns)
         traceback = tracebacks[0].read_text() if tracebacks else ""
-        unwatched, missing = (_lines(notes, kind) for kind in ("unwatched", "missing"))
-        return Outcome(status, seconds, stacks, traceback, unwatched, missing)
+        return Outcome(status, seconds, stacks, traceback)
     finally:
         end_all_but(before, patiently=status is not None)
-
-
-def _lines(notes: Path, kind: str) -> list[str]:
-    """The lines of all processes, without those that are alike."""
-    return sorted({line for path in notes.glob(f"*.{kind}") for line in path.read_text().splitlines()})
 
 
 def _stacks(notes: Path) -> list[str]:

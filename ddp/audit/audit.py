@@ -122,7 +122,7 @@ def audit(config: AuditConfig, script: Sequence[str], say: Callable[[object], ob
         trace, outcome = _run(config, Path(folder), script, config.ranks)
     found = find(trace) if trace.ranks else []
     why = why_unjudged(trace, outcome)
-    missing = [f"not watched, since this torch does not have it: {name}" for name in outcome.missing]
+    missing = [f"not watched, since this torch does not have it: {name}" for name in trace.not_watched]
     report = Report(outcome, why, missing + ([] if why else unjudged(trace)))
     for finding in found:
         _add(report, finding, config)
@@ -162,9 +162,16 @@ def _run(
     arguments = [argument.replace(RUN, os.fspath(folder)) for argument in script]
     with tempfile.TemporaryDirectory(prefix="ddp-audit-") as name:
         events = Path(name)
-        device = start.device_for(config.device, ranks)
         outcome = launch.run(
-            arguments, ranks, events, config.timeout, config.quick, kill_at, output, device, config.start
+            arguments,
+            ranks,
+            events,
+            timeout=config.timeout,
+            quick=config.quick,
+            device=start.device_for(config.device, ranks),
+            start=config.start,
+            kill_at=kill_at,
+            output=output,
         )
         return read(events), outcome
 

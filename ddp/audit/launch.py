@@ -18,22 +18,23 @@ def run(
     arguments: Sequence[str],
     ranks: int,
     directory: Path,
+    *,
     timeout: float,
     quick: bool,
-    kill_at: int | None = None,
-    output: Path | None = None,
-    device: str = "cpu",
-    start: str = "auto",
+    device: str,
+    start: str,
+    kill_at: int | None,
+    output: Path | None,
 ) -> Outcome:
     """Run ``python ARGUMENTS`` on so many ranks, and write down what they do.
 
     :param arguments: the script's path, or ``-m`` and a module, and its own arguments
     :param directory: of the events
     :param timeout: seconds after which the run is stopped
-    :param kill_at: each rank is killed after so many optimizer steps
-    :param output: file for what the script prints; without one, that goes to stderr
     :param device: as in :func:`common.foreign_script.start.environment_for`
     :param start: one of :data:`common.foreign_script.start.STARTS`
+    :param kill_at: each rank is killed after so many optimizer steps
+    :param output: file for what the script prints; without one, that goes to stderr
     """
     watches = [STAND_IN, WATCH] if device == "stand-in" else [WATCH]
     environment = {

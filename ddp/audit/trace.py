@@ -18,6 +18,7 @@ from ddp.audit.watch.event_types import (
     LoaderBegins,
     LoaderEnds,
     Names,
+    NotWatched,
     Probes,
     Process,
     Scale,
@@ -177,11 +178,13 @@ class Trace:
     :ivar ranks: the traces of those that made a process group, by rank
     :ivar errors: of the audit itself
     :ivar names: of the parameters, by number
+    :ivar not_watched: names of what this torch does not have
     """
 
     ranks: list[RankTrace]
     errors: list[str]
     names: dict[str, str]
+    not_watched: list[str] = field(default_factory=list)
 
     @property
     def world_size(self) -> int:
@@ -221,7 +224,8 @@ def read(directory: Path) -> Trace:
             ranks[group.rank] = RankTrace(process.events, group.rank, workers)
             for event in process.all(Names):
                 names |= event.names
-    return Trace([ranks[rank] for rank in sorted(ranks)], errors, names)
+    not_watched = sorted({event.name for process in processes for event in process.all(NotWatched)})
+    return Trace([ranks[rank] for rank in sorted(ranks)], errors, names, not_watched)
 
 
 def _events(path: Path) -> list[Event]:

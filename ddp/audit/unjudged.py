@@ -16,10 +16,11 @@ def why_unjudged(trace: Trace, outcome: Outcome) -> str | None:
         return f"the script did not end within {outcome.seconds:.0f} s: {'; '.join(map(_innermost, outcome.stacks))}"
     if outcome.status:
         return why_failed(outcome)
-    if trace.world_size < 2 and outcome.unwatched:
-        return f"the script could not be watched: {outcome.unwatched[0]}"
     if not trace.ranks:
-        return "the script never made a process group: it calls no init_process_group"
+        return (
+            "no process group was seen: the script calls no init_process_group, or it starts Python in a way that leaves the watch out "
+            "(with -I, -E or -S, or another PYTHONPATH)"
+        )
     if trace.world_size < 2:
         return "the script ran on one rank: most of what can be wrong needs two, so give --ranks 2"
     if any(rank.steps for rank in trace.ranks):

@@ -2,15 +2,13 @@
 
 It waits for torch to be imported, and then lets the modules of ``FOREIGN_SCRIPT_WATCH`` watch it. They are loaded under names
 of their own, because the script may have modules with the names of our packages. So nothing of the project is imported here. It also
-writes down which error has ended a process, and which process of the script is not watched.
+writes down which error has ended a process.
 """
 
 from __future__ import annotations
 
-import atexit
 import importlib.util
 import os
-import re
 import sys
 import traceback
 from importlib.machinery import ModuleSpec, PathFinder
@@ -21,9 +19,6 @@ from typing import Any
 HERE = Path(__file__).parent
 WATCH_VARIABLE = "FOREIGN_SCRIPT_WATCH"
 TRACEBACKS_VARIABLE = "FOREIGN_SCRIPT_TRACEBACKS"  # a folder for those of the errors that end a process
-# Python's options by which it reads neither PYTHONPATH nor this file.
-ALONE = re.compile(r"python[\d.]*( -\S+)* -[a-zA-Z]*[IES]")
-STARTS = ("subprocess.Popen", "os.exec", "os.posix_spawn", "os.system")
 LOCAL_RANK_VARIABLE = "FOREIGN_SCRIPT_LOCAL_RANK"  # a flag, and the script that gets its local rank by it
 
 
@@ -70,30 +65,6 @@ def _write_traceback(kind: type[BaseException], error: BaseException, trace: Tra
     sys.__excepthook__(kind, error, trace)
 
 
-def _note_unwatched(text: str) -> None:
-    with open(os.path.join(os.environ[TRACEBACKS_VARIABLE], f"{os.getpid()}.unwatched"), "a") as file:
-        print(text, file=file)
-
-
-def _on_audit_event(event: str, args: tuple[Any, ...]) -> None:
-    """Python tells of each command that it starts: its words, and its environment last if that is another."""
-    if event not in STARTS:
-        return
-    words = args[1] if len(args) > 1 else args[0]
-    command = " ".join(map(os.fsdecode, words)) if isinstance(words, (list, tuple)) else os.fsdecode(words)
-    if ALONE.search(command):
-        _note_unwatched(f"`{command}` leaves the watch out by -I, -E or -S")
-    elif isinstance(args[-1], dict) and "python" in command:
-        path = args[-1].get("PYTHONPATH") or args[-1].get(b"PYTHONPATH") or ""
-        if os.fspath(HERE) not in os.fsdecode(path):
-            _note_unwatched(f"`{command}` gets another PYTHONPATH, without the watch")
-
-
-def _look_for_torch(finder: WatchTorch) -> None:
-    if "torch" in sys.modules and finder in sys.meta_path:
-        _note_unwatched(f"`{' '.join(sys.argv)}` finds torch in a way of its own, by sys.meta_path")
-
-
 _execute(  # a sitecustomize of the machine's own, which this one hides
     PathFinder.find_spec("sitecustomize", [entry for entry in sys.path if Path(entry or ".").resolve() != HERE])
 )
@@ -103,10 +74,7 @@ if LOCAL_RANK_VARIABLE in os.environ and "LOCAL_RANK" in os.environ:
         sys.argv.insert(1, f"{flag}={os.environ['LOCAL_RANK']}")
 if TRACEBACKS_VARIABLE in os.environ:
     sys.excepthook = _write_traceback
-    sys.addaudithook(_on_audit_event)
 if WATCH_VARIABLE in os.environ and "torch" in sys.modules:  # by a .pth file
     _watch()
 elif WATCH_VARIABLE in os.environ:
-    sys.meta_path.insert(0, watch_torch := WatchTorch())
-    if TRACEBACKS_VARIABLE in os.environ:
-        atexit.register(_look_for_torch, watch_torch)
+    sys.meta_path.insert(0, WatchTorch())

@@ -13,10 +13,11 @@ PARTS = ("collectives", "files", "gradients", "loaders", "losses", "optimizers",
 
 def install() -> None:
     """Begin to watch. torch has been imported, and the script's first line that uses it has not run yet."""
-    from .events import say_missing
+    from .event_types import NotWatched
+    from .events import emit
 
     for part in PARTS:
         try:
             importlib.import_module(f".{part}", __package__)
         except (ImportError, AttributeError) as error:
-            say_missing(f"{error} (so nothing of watch/{part}.py)")
+            emit(NotWatched(name=f"{error} (so nothing of watch/{part}.py)"))

@@ -76,6 +76,15 @@ class WatchError(Event):
     text: str
 
 
+class NotWatched(Event):
+    """This version of torch does not have what a watcher looks at.
+
+    :ivar name: of a function, or why a file of the watch could not be loaded
+    """
+
+    name: str
+
+
 class JoinBegins(Event):
     """DDP's ``join`` begins, under which ranks may take different steps."""
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from .event_types import Event, Process, WatchError, as_line
+from .event_types import Event, NotWatched, Process, WatchError, as_line
 
 directory = Path(os.environ["DDP_AUDIT_DIRECTORY"])
 _QUICK = bool(os.environ.get("DDP_AUDIT_QUICK"))
@@ -135,12 +135,6 @@ def is_compiling() -> bool:
     return torch.compiler.is_compiling() or bool(torch.jit.is_tracing())  # type: ignore[attr-defined, no-untyped-call]
 
 
-def say_missing(name: str) -> None:
-    """Write down what this version of torch does not have: it is not watched, and all else is."""
-    with open(directory / f"{os.getpid()}.missing", "a") as file:
-        print(name, file=file)
-
-
 def watch(owner: Any, *names: str) -> Callable[[Watcher], Watcher]:
     """Let the decorated generator look at each call of these functions of an owner.
 
@@ -152,7 +146,7 @@ def watch(owner: Any, *names: str) -> Callable[[Watcher], Watcher]:
             if hasattr(owner, name):
                 setattr(owner, name, _watched(getattr(owner, name), watcher))
             else:
-                say_missing(f"{owner.__name__}.{name}")
+                emit(NotWatched(name=f"{owner.__name__}.{name}"))
         return watcher
 
     return decorate

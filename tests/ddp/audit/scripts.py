@@ -163,16 +163,6 @@ STARTS_ALONE = """
 import subprocess, sys
 subprocess.run([sys.executable, "-I", "-c", "import torch"], check=True)
 """
-STARTS_WITH_ANOTHER_PATH = """
-import os, subprocess, sys
-subprocess.run([sys.executable, "-c", "import torch"], check=True, env={"PATH": os.environ["PATH"]})
-"""
-FINDS_TORCH_ITSELF = """
-import sys
-from importlib.machinery import PathFinder
-sys.meta_path.insert(0, PathFinder)
-import torch
-"""
 WITHOUT_STEP = GROUP + 'dist.init_process_group("gloo")\ntrain(0)\ndist.destroy_process_group()\n'
 
 LOADERS = (
