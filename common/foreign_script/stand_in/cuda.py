@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from . import randomness
-from .replacing import COUNT, line_of_script, replace
+from .replacing import COUNT, replace
 
 NAME = "stand-in GPU"
 CAPABILITY = (8, 0)  # an A100's, whose 80 GiB it says that it has
@@ -118,10 +118,7 @@ class device:
 
 def properties(device: Any = None) -> Any:
     major, minor = CAPABILITY
-    return SimpleNamespace(
-        name=NAME, major=major, minor=minor, total_memory=MEMORY, multi_processor_count=108, is_integrated=0,
-        warp_size=32, max_threads_per_multi_processor=2048, gcnArchName="", uuid="",
-    )  # fmt: skip
+    return SimpleNamespace(name=NAME, major=major, minor=minor, total_memory=MEMORY, multi_processor_count=108)
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None: ...
@@ -133,7 +130,7 @@ def _always(value: Any) -> Callable[..., Any]:
 
 _FUNCTIONS: dict[str, Any] = {
     **dict.fromkeys(("is_available", "is_initialized", "is_bf16_supported", "is_tf32_supported"), _always(True)),
-    **dict.fromkeys(("is_current_stream_capturing", "can_device_access_peer"), _always(False)),
+    "is_current_stream_capturing": _always(False),
     "device_count": _always(COUNT),
     "current_device": lambda: _current,
     "set_device": set_device,
@@ -142,9 +139,8 @@ _FUNCTIONS: dict[str, Any] = {
     "get_device_name": _always(NAME),
     "get_device_capability": _always(CAPABILITY),
     "get_device_properties": properties,
-    "get_arch_list": _always([f"sm_{CAPABILITY[0]}{CAPABILITY[1]}"]),
     **dict.fromkeys(("init", "synchronize", "empty_cache", "ipc_collect", "set_stream", "_lazy_init"), _nothing),
-    **dict.fromkeys(("set_per_process_memory_fraction", "set_sync_debug_mode"), _nothing),
+    "set_per_process_memory_fraction": _nothing,
     "Stream": Stream,
     "Event": Event,
     **dict.fromkeys(("stream", "StreamContext"), _block),
@@ -153,9 +149,7 @@ _FUNCTIONS: dict[str, Any] = {
     "memory_stats": lambda device=None: defaultdict(int),
     "memory_summary": _always(""),
     **{f"{begin}memory_{end}": _always(0) for begin in ("", "max_") for end in ("allocated", "reserved", "cached")},
-    **dict.fromkeys(("utilization", "memory_usage", "temperature", "power_draw", "clock_rate"), _always(0)),
-    **{f"reset_{what}": _nothing for what in ("peak_memory_stats", "accumulated_memory_stats")},
-    **{f"reset_max_memory_{what}": _nothing for what in ("allocated", "cached")},
+    **dict.fromkeys(("reset_peak_memory_stats", "reset_max_memory_allocated"), _nothing),
     **dict.fromkeys(("manual_seed", "manual_seed_all", "seed", "seed_all"), randomness.seed),
     "get_rng_state": randomness.get_state,
     "get_rng_state_all": lambda: [randomness.get_state()] * COUNT,
@@ -179,9 +173,7 @@ def _instead(function: Callable[..., Any], original: Any, *args: Any, **kwargs: 
 
 
 def _needs_a_gpu(original: Any, *args: Any, **kwargs: Any) -> Any:
-    """:raises RuntimeError: with the line of the script"""
-    name = f"{original.__module__}.{original.__name__}"
-    raise RuntimeError(f"{name} needs a GPU, and has no stand-in: {line_of_script()}")
+    raise RuntimeError(f"{original.__module__}.{original.__name__} needs a GPU, and has no stand-in")
 
 
 for _module in _MODULES:

@@ -42,7 +42,7 @@ def _arguments(function: Any, args: Any, kwargs: Any) -> dict[str, Any]:
 def make_group(original: Any, *args: Any, **kwargs: Any) -> Any:
     given = _arguments(original, args, kwargs)
     asked = given.pop("backend", None)
-    for name in ("device_id", "pg_options", "_ranks"):
+    for name in ("device_id", "pg_options"):
         given.pop(name, None)
     is_nccl = "nccl" in str(asked or "nccl").lower()
     group = original(**given, backend="gloo" if is_nccl else asked)
@@ -83,7 +83,9 @@ class _Divided:
         return getattr(self._work, name)
 
 
-@replace_in_both("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_tensor", "_reduce_scatter_base")
+@replace_in_both(
+    "all_reduce", "reduce", "reduce_scatter", "reduce_scatter_single", "reduce_scatter_tensor", "_reduce_scatter_base"
+)
 def reduce(original: Any, *args: Any, **kwargs: Any) -> Any:
     """gloo has no average: it is a sum, divided."""
     given = _arguments(original, args, kwargs)
@@ -98,7 +100,9 @@ def reduce(original: Any, *args: Any, **kwargs: Any) -> Any:
     return work
 
 
-@replace_in_both("all_gather", "all_gather_into_tensor", "_all_gather_base", "all_gather_coalesced")
+@replace_in_both(
+    "all_gather", "all_gather_single", "all_gather_into_tensor", "_all_gather_base", "all_gather_coalesced"
+)
 def all_gather(original: Any, output: Any, input: Any, *args: Any, **kwargs: Any) -> Any:
     """NCCL takes tensors that require gradients, gloo does not."""
     return original(output, input.detach() if isinstance(input, Tensor) else input, *args, **kwargs)

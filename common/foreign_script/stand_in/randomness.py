@@ -32,7 +32,7 @@ def _new_state(number: int | None = None) -> Tensor:
     if number is None:
         generator.seed()
     else:
-        generator.manual_seed(number)
+        generator.manual_seed(int(number))
     return generator.get_state()
 
 

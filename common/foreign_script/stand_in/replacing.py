@@ -5,16 +5,13 @@ from __future__ import annotations
 import functools
 import os
 import sys
-import sysconfig
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 
 COUNT = int(os.environ.get("STAND_IN_GPUS", "1"))  # as many as there are ranks
 CPU = torch.device("cpu")
-_LIBRARIES = (sysconfig.get_path("stdlib"), os.path.dirname(__file__))
 Substitute = Callable[..., Any]
 
 
@@ -66,18 +63,6 @@ def called_by_torch() -> bool:
     while frame.f_globals.get("__package__") == __package__ and frame.f_back is not None:
         frame = frame.f_back
     return str(frame.f_globals.get("__name__")).partition(".")[0] == "torch"
-
-
-def line_of_script() -> str:
-    """``file:line`` of the innermost line that leads here and is not a library's."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and _is_library(frame.f_code.co_filename):
-        frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
-
-
-def _is_library(file: str) -> bool:
-    return file.startswith(("<", *_LIBRARIES)) or bool({"site-packages", "dist-packages"} & set(Path(file).parts))
 
 
 @functools.cache

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from .replacing import CPU, called_by_torch, is_gpu, replace
+from .replacing import CPU, called_by_torch, is_gpu, replace, without_gpu
 
 # The tensors that are known to be on the stand-in. (An attribute of a tensor would be saved with it.)
 _moved = WeakTensorKeyDictionary()
@@ -16,10 +16,8 @@ _moved = WeakTensorKeyDictionary()
 
 def mark(tensor: Any) -> None:
     """Remember that a tensor is on the stand-in: it is not copied when it is moved there again."""
-    if type(tensor) in (
-        Tensor,
-        nn.Parameter,
-    ):  # torch swaps others, such as DTensor, and then there may be no reference to them
+    # torch swaps the contents of others, such as DTensor, which it refuses if there is a weak reference.
+    if type(tensor) in (Tensor, nn.Parameter):
         _moved[tensor] = True
 
 
@@ -89,7 +87,7 @@ def module_cuda(original: Any, self: nn.Module, device: Any = None) -> Any:
 
 @replace(nn.Module, "to_empty")
 def module_to_empty(original: Any, self: nn.Module, *, device: Any, recurse: bool = True) -> Any:
-    return original(self, device=CPU if is_gpu(device) else device, recurse=recurse)
+    return original(self, device=without_gpu(device), recurse=recurse)
 
 
 def _on_gpu(module: nn.Module) -> nn.Module:
@@ -117,12 +115,8 @@ def record_stream(original: Any, self: Tensor, stream: Any) -> None:
     """Memory is not freed while a stream uses it; there is none."""
 
 
-def _property(name: str, for_the_script: Any) -> None:
-    truth = getattr(Tensor, name)
-    setattr(Tensor, name, property(lambda self: truth.__get__(self) if called_by_torch() else for_the_script))
-
-
-_property("is_cuda", True)
+_is_cuda: Any = Tensor.is_cuda
+Tensor.is_cuda = property(lambda self: _is_cuda.__get__(self) if called_by_torch() else True)  # type: ignore[assignment]
 
 
 @replace(Tensor, "get_device")
