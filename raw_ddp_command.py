@@ -38,9 +38,8 @@ def _order(entry: str) -> int:
     return 1 if entry == FOLDER else 2
 
 
-sys.path.append(
-    FOLDER
-)  # when this is imported: by the command, and by its fork server (ddp/rendezvous/worker_group.py)
+# When this is imported: by the command, and by its fork server (ddp/rendezvous/worker_group.py).
+sys.path.append(FOLDER)
 sys.path.sort(key=_order)
 
 

@@ -86,14 +86,13 @@ class SharedMemory(ShardedInThread):
         # Small ones are copied in any case. A storage with other tensors may be in use, so it is not moved.
         if buffer.nbytes <= SMALL_BYTES or storage.nbytes() != buffer.nbytes:
             return True
-        file = None
-        with contextlib.suppress(RuntimeError):  # if /dev/shm is full
+        try:
             # HACK: torch.multiprocessing gets the file of a shared tensor in this way. share_memory_() moves alike, but keeps it.
             file = os.dup(storage._share_fd_cpu_()[0])
+        except RuntimeError:  # /dev/shm is full
+            file = os.memfd_create("empty")
         try:
-            segment = _Segment(
-                self._p2p, self._sockets, storage.nbytes(), os.memfd_create("none") if file is None else file
-            )
+            segment = _Segment(self._p2p, self._sockets, storage.nbytes(), file)
         except UsageError:
             return False
         segment.memory[self._p2p.rank] = torch.empty(0, dtype=torch.uint8).set_(storage)

@@ -72,12 +72,8 @@ def complete_settings(config: TrainConfig, env: DistEnv) -> TrainConfig:
     if config.fast:
         agents = agents_of(env)
         config = choose_fastest(config, env, env.from_rank_0(lambda: _chosen_before(config, agents)))
-    elif (
-        config.strategy == "torch"
-        and config.all_reduce is None
-        and env.world_size > 1
-        and not why_no_shared_memory(env)
-    ):
+    is_open = config.strategy == "torch" and config.all_reduce is None and env.world_size > 1
+    if is_open and why_no_shared_memory(env) is None:
         config = dataclasses.replace(config, all_reduce="shared-memory")
         logger.info(
             "gradients are averaged in memory that all ranks share; --all-reduce backend leaves that to the backend"
