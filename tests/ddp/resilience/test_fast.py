@@ -20,7 +20,7 @@ CASES: dict[str, tuple[dict[str, Any], tuple[int, ...], int, dict[str, Any]]] = 
     "no bf16 on a rank": ({}, (0,), 1, SHARED),
     "two hosts": ({}, (0, 1), 2, {"precision": "bf16"}),
     "fp32 given": ({"precision": "fp32"}, (0, 1), 1, SHARED),
-    "torch given": ({"strategy": "torch"}, (), 1, {}),
+    "torch given": ({"strategy": "torch"}, (), 1, {"all_reduce": "shared-memory"}),
     "naive given": ({"strategy": "naive"}, (), 1, {"strategy": "naive"}),
     "zero2 given": ({"strategy": "zero2"}, (), 1, {"strategy": "zero2", "all_reduce": "shared-memory"}),
     "zero2 on two hosts": ({"strategy": "zero2"}, (), 2, {"strategy": "zero2"}),
