@@ -14,10 +14,13 @@ MOST_ROUNDS = 3  # of kills; a process that a driver holds in the kernel cannot 
 PR_SET_CHILD_SUBREAPER = 36  # see prctl(2)
 
 
-def adopt_orphans() -> None:
-    """Let processes whose parent ends become children of this one, where Linux can: so they are found, and ended."""
+def adopt_orphans(adopt: bool = True) -> None:
+    """Let processes whose parent ends become children of this one, where Linux can: so they are found, and ended.
+
+    :param adopt: False for no longer. Somebody else's process, such as pytest's, would not wait for them, and they stay as zombies
+    """
     with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, int(adopt), 0, 0, 0)
 
 
 def descendants() -> set[psutil.Process]:

@@ -80,6 +80,7 @@ def run(
         return Outcome(status, seconds, stacks, traceback)
     finally:
         end_all_but(before, patiently=status is not None)
+        adopt_orphans(False)
 
 
 def _stacks(notes: Path) -> list[str]:

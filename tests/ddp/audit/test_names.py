@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import ctypes
 import re
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from tests.ddp.audit import scripts
 from tests.ddp.audit.forked import watch
 from tests.support.launch import REPOSITORY, run_command
 
+PR_GET_CHILD_SUBREAPER = 37  # see prctl(2)
 EXHIBIT = FOLDER / "gradients" / "loss_not_divided.py"
 LINE = next(n for n, line in enumerate(EXHIBIT.read_text().splitlines(), 1) if "# audit: " in line)
 
@@ -112,6 +114,9 @@ def test_a_check_in_a_test_raises_with_the_findings() -> None:
     ddp.audit.check(EXHIBIT, ignore=("loss-not-divided",))
     with pytest.raises(UsageError, match="ran on one rank"):
         ddp.audit.check(EXHIBIT, ranks=1)
+    adopts = ctypes.c_int(1)
+    ctypes.CDLL(None).prctl(PR_GET_CHILD_SUBREAPER, ctypes.byref(adopts), 0, 0, 0)
+    assert not adopts.value  # other tests' orphans are not this process's
 
 
 @pytest.mark.examples
