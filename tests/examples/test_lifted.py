@@ -76,6 +76,14 @@ def test_the_wrapper_by_hand_keeps_the_replicas_equal(folder: Path) -> None:
 
 
 @pytest.mark.examples
+def test_the_line_for_torch_s_ddp_changes_no_bit(folder: Path) -> None:
+    example = "torch_ddp_shared_memory.py"
+    with_it, plain = (weights_of_each_rank(run(folder, example, *given, ranks=2)) for given in ((), ("plain",)))
+    assert with_it == plain
+    assert len(set(plain)) == 1
+
+
+@pytest.mark.examples
 def test_a_loop_that_is_continued_ends_with_the_same_bits(folder: Path) -> None:
     whole = weights_of_each_rank(run(folder, "own_loop_checkpoints.py", "30", "whole", ranks=2))
     of_part = weights_of_each_rank(run(folder, "own_loop_checkpoints.py", "17", "part", ranks=2))
