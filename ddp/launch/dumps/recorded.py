@@ -78,7 +78,7 @@ def read_dump(path: Path) -> Recorded:
 
 def _parsed(raw: dict[str, Any]) -> Recorded:
     groups = {name: tuple(map(int, re.findall(r"\d+", group["ranks"]))) for name, group in raw["pg_config"].items()}
-    return Recorded(groups, tuple(_collective(entry) for entry in raw["entries"] if not entry["is_p2p"]))
+    return Recorded(groups, tuple(_collective(entry) for entry in raw["entries"] if not entry.get("is_p2p")))
 
 
 def _collective(entry: dict[str, Any]) -> Collective:
