@@ -4,6 +4,7 @@
     torchrun --nproc_per_node=2 -m ddp.launch.doctor                 # in the place of ddp.train, under any launcher
     srun --nodes=2 --ntasks-per-node=1 python -m ddp.launch.doctor
     python -m ddp.launch.doctor --explain "MESSAGE"                  # which entries of symptoms.md fit an error message
+    python -m ddp.launch.doctor --dumps DIR                          # which rank hangs: flight-recorder dumps and stacks
 
 The ranks meet as those of ddp.train do: if one is missing, or was started differently, one line says so, and the exit status is 2.
 Otherwise rank 0 prints what is wrong, a table of the ranks and one of the links between their hosts. Wrong are clocks that differ, hosts
@@ -36,6 +37,12 @@ if __name__ == "__main__" and any(argument.partition("=")[0] == "--explain" for 
     from ddp.launch import symptoms
 
     symptoms.main()  # exits, before torch is imported
+
+if __name__ == "__main__" and any(argument.partition("=")[0] == "--dumps" for argument in sys.argv):
+    from ddp.launch.dumps import explain as dumps
+
+    dumps.main()
+    sys.exit()
 
 import torch
 import torch.distributed as dist
@@ -77,6 +84,10 @@ class DoctorConfig:
         None, "folder of the runs, whose disk is looked at, and whether all hosts see it (default: runs)"
     )
     explain: str | None = option(None, "print what ddp/launch/symptoms.md says of this message, and do nothing else")
+    dumps: Path = option(
+        None,
+        "say which rank did not join which collective, by the dumps and stacks in this folder, and do nothing else",
+    )
 
 
 @command

@@ -1,9 +1,10 @@
-"""The meaning of a message: the entries of symptoms.md that fit it best, without a network and without torch.
+"""The meaning of a message: the entries of symptoms.md that fit it, without a network and without torch.
 
 python -m ddp.launch.doctor --explain "RuntimeError: received 0 items of ancdata"
 
-A message of the page that the text contains comes first; numbers and paths in it may be others. Then the words count that text and
-entry share: the fewer entries have a word, the more it counts.
+A message that an entry quotes in its heading, or after "Also", is looked for word by word; numbers and paths in it may be others.
+If none is there, a few typed words find the entries whose heading has nearly all of them in plain words. Otherwise nothing fits: a wrong
+entry costs more than none.
 """
 
 from __future__ import annotations
@@ -20,8 +21,34 @@ from typing import NamedTuple
 from common.cli import command, option, parse
 
 PAGE = Path(__file__).with_suffix(".md")
+CHECKLIST = PAGE.with_name("my_job.md")
+CONSEQUENCES = "It ended, and the log does not say why"  # the section of messages that other errors leave behind
+QUOTED = re.compile(r"`(.+?)`")
 MOST_ENTRIES = 3
-LEAST_SHARE = 0.6  # of the weight of the text's words, or of those in an entry's title, that both must have
+MOST_TYPED = 16  # words; a longer text is a log, which shares words with any page
+LEAST_SHARE = 0.6  # of the weight of typed words that a heading has
+COMMON_WORDS = {
+    *(
+        "the",
+        "and",
+        "for",
+        "with",
+        "from",
+        "are",
+        "not",
+        "but",
+        "when",
+        "then",
+        "than",
+        "all",
+        "each",
+        "one",
+        "its",
+        "has",
+        "have",
+    ),
+    *("this", "that", "what", "why", "how", "does", "can", "after", "before"),
+}
 
 
 @dataclass(frozen=True)
@@ -32,66 +59,98 @@ class ExplainConfig:
 
 
 class Entry(NamedTuple):
+    section: str
     title: str
     body: str  # in Markdown
 
+    @property
+    def names(self) -> str:
+        """The messages, quoted, and the words for a symptom: the title, and the line below it that begins with "Also"."""
+        also = re.match(r"- \*\*Also\*\*: (.+(?:\n  .+)*)", self.body)
+        return " ".join(f"{self.title} {also[1] if also else ''}".split())
+
     def contained_in(self, text: str) -> int:
-        """The length of the longest message in the title that a masked text contains; for ``...`` there may be anything."""
-        messages = [masked(quoted).split("...") for quoted in re.findall(r"`(.+?)`", self.title)]
-        return max((len("".join(one)) for one in messages if all(piece.strip() in text for piece in one)), default=0)
+        """The length of the longest message that a masked text contains; for ``...`` there may be anything."""
+        messages = (masked(quoted).split("...") for quoted in QUOTED.findall(self.names))
+        return max((len("".join(one)) for one in messages if _in_this_order(one, text)), default=0)
+
+
+def _in_this_order(pieces: list[str], text: str) -> bool:
+    """Whether a text has these pieces as whole words: signal 1 is not signal 15."""
+    return (
+        re.search(r"(?<!\w)" + ".*?".join(re.escape(piece.strip()) for piece in pieces) + r"(?!\w)", text) is not None
+    )
 
 
 def entries() -> list[Entry]:
-    sections = re.split(r"^### (.+)\n", PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE)
-    return [
-        Entry(title, body.split("\n## ")[0].strip()) for title, body in zip(sections[1::2], sections[2::2], strict=True)
-    ]
+    found = []
+    for part in re.split(r"^## ", PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]:
+        section, *parts = re.split(r"^### (.+)\n", part, flags=re.MULTILINE)
+        heading = section.partition("\n")[0]
+        found += [Entry(heading, title, body.strip()) for title, body in zip(parts[::2], parts[1::2], strict=True)]
+    return found
 
 
 def masked(text: str) -> str:
-    """The text in small letters, with one sign for each path and for each number with its unit."""
+    """The text in small letters, with one sign for each path and for each number with its unit, but for those of signals."""
+    text = re.sub(r"[│╭╮╰╯─]", " ", text)  # the frames of rich's tracebacks
     text = re.sub(r"(?:[\w.~-]*/)+[\w.-]*", "P", text)
-    return " ".join(re.sub(r"\b\d[\w.]*", "N", text).lower().split())
+    return " ".join(re.sub(r"(?<!-)(?<!signal )(?<!signal: )\b\d[\w.]*", "N", text.lower()).split())
 
 
 def matches(text: str) -> list[Entry]:
-    """The entries that fit a text, the best first."""
-    known, given = {entry: _words(" ".join(entry)) for entry in entries()}, _words(text)
-    counts = Counter(word for words in known.values() for word in words)
+    """The entries that fit a text, the best first. A message that other errors leave behind comes last."""
+    text_masked, known = masked(text), entries()
+    lengths = {entry: entry.contained_in(text_masked) for entry in known}
+    found = sorted(
+        (entry for entry in known if lengths[entry]),
+        key=lambda entry: (entry.section == CONSEQUENCES, -lengths[entry]),
+    )
+    return (found or _by_words(text, known))[:MOST_ENTRIES]
 
-    def share(words: set[str], of: set[str]) -> float:
-        """The share of ``of``, by weight, that is in ``words``."""
-        weights = {word: math.log(1 + len(known) / max(1, counts[word])) for word in of}
-        return sum(weights[word] for word in words & of) / (sum(weights.values()) or 1)
 
-    def score(entry: Entry) -> float:
-        title = _words(entry.title)
-        return entry.contained_in(masked(text)) + max(
-            share(given, title), share(known[entry], given) + share(title, given) / 10
-        )
-
-    scores = {entry: score(entry) for entry in known}
-    least = max(LEAST_SHARE, max(scores.values()) / 2)
-    return [entry for entry in sorted(known, key=scores.__getitem__, reverse=True) if scores[entry] >= least][
-        :MOST_ENTRIES
-    ]
+def _by_words(text: str, known: list[Entry]) -> list[Entry]:
+    """The entries whose headings have nearly all of a few typed words, outside of messages. The rarer a word, the more it counts."""
+    given, headings = _words(text), {entry: _words(QUOTED.sub("", entry.names)) for entry in known}
+    if len(given) > MOST_TYPED:
+        return []
+    counts = Counter(word for words in headings.values() for word in words)
+    weights = {word: math.log(1 + len(known) / max(1, counts[word])) for word in given}
+    shares = {
+        entry: sum(weights[word] for word in given & words) / sum(weights.values())
+        for entry, words in headings.items()
+        if len(given & words) > 1
+    }
+    return sorted((entry for entry in shares if shares[entry] >= LEAST_SHARE), key=shares.__getitem__, reverse=True)
 
 
 def _words(text: str) -> set[str]:
-    return set(re.findall(r"[a-z][a-z0-9]{2,}", text.lower().replace("_", " ")))
+    """The stems of words: their first six letters, without the s of a plural."""
+    words = re.findall(r"[a-z][a-z0-9]{2,}", text.lower().replace("_", " "))
+    return {word[:-1][:6] if word.endswith("s") else word[:6] for word in words if word not in COMMON_WORDS}
 
 
 def readable(entry: Entry) -> str:
     """An entry for a terminal: without Markdown, and with paths from the repository on."""
-    text = re.sub(r"\[([^]]*)\]\(([^)]*)\)", r"\1 (\2)", re.sub(r"\n +", " ", "\n".join(entry)))
-    text = text.replace("(../../", "(").replace("(../", "(ddp/").replace("(README", "(ddp/launch/README")
+    text = re.sub(r"\[([^]]*)\]\(([^)]*)\)", r"\1 (\2)", re.sub(r"\n +", " ", f"{entry.title}\n{entry.body}"))
+    text = text.replace("(../../", "(").replace("(../", "(ddp/")
+    text = re.sub(r"\((README|my_job)", r"(ddp/launch/\1", text)
     return "\n".join(
         textwrap.fill(line, 100, subsequent_indent="    ") for line in re.sub(r"\*\*|`", "", text).splitlines()
+    )
+
+
+def unknown() -> str:
+    """Words for a text that no entry fits."""
+    return (
+        f"nothing fits among the {len(entries())} symptoms of {PAGE}\n"
+        "Look for the first traceback: the last error of a log is seldom its cause. python -m ddp.launch.doctor --explain LOG\n"
+        f"finds it in a whole log. If the job hangs, is slow or less accurate, {CHECKLIST} has an order of questions."
     )
 
 
 @command
 def main() -> None:
     found = matches(parse(ExplainConfig, "ddp.launch.doctor", __doc__).explain)
-    print("\n\n".join(map(readable, found)) or f"nothing fits among the {len(entries())} symptoms of {PAGE}")
+    print("\n\n".join(map(readable, found)) or unknown())
     sys.exit(0 if found else 1)

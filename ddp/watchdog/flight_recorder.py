@@ -1,8 +1,9 @@
-"""torch's flight recorder: what each rank's latest collectives were, in files that torch's ``torchfrtrace`` compares.
+"""torch's flight recorder: what each rank's latest collectives were, in files that can be compared.
 
 torch keeps the latest 2000 collectives of a process in memory (``TORCH_FR_BUFFER_SIZE``): the operation, its sizes, the line of
-Python that called it, and whether it has ended. The watchdog writes them down before it ends the process. Afterwards ::
+Python that called it, and whether it has ended. The watchdog writes them down before it ends the process. Afterwards either of ::
 
+    python -m ddp.launch.doctor --dumps runs/NAME/logs
     torchfrtrace --allow-incomplete-ranks runs/NAME/logs/flight-recorder/START
 
 says which ranks did not join which collective. (The flag is for a rank that was stopped or killed, and has written nothing.)

@@ -16,7 +16,7 @@ from tests.support.launch import REPOSITORY
 PARTS = ("by_hand", "all_reduce", "resilience", "bench", "ladder", "gpu_check", "audit", "launch", "sharded")
 PAGES = (
     *("README.md", "AGENTS.md", "CHANGES.md", "dataloading/README.md", "dataparallel/README.md", "examples/README.md"),
-    *("examples/climb/README.md", "ddp/README.md", "ddp/glossary.md", "ddp/launch/symptoms.md"),
+    *("examples/climb/README.md", "ddp/README.md", "ddp/glossary.md", "ddp/launch/symptoms.md", "ddp/launch/my_job.md"),
     "ddp/audit/findings.md",
     *(f"ddp/{part}/README.md" for part in PARTS),
 )

@@ -97,7 +97,7 @@ def test_its_commands_run(installed: Path, tmp_path: Path) -> None:
         "raw-ddp audit --explain same-order",
         "raw-ddp gpu gpu.py",
         "raw-ddp museum same_order",
-        "raw-ddp doctor --explain connection",
+        "raw-ddp doctor --explain EADDRINUSE",
         "raw-ddp conformance wrapper:Wrapper --only hooks",
         *(f"raw-ddp {name} --help" for name in TOOLS),
     ):

@@ -22,13 +22,44 @@ import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
+from torchvision.datasets import CIFAR10
+
+
+def _report(exitcode: int) -> None:
+    """torchrun's report of a rank that wrote no error file."""
+    raise ChildFailedError("train.py", {0: ProcessFailure(0, os.getpid(), exitcode, "none")})
+
+
+def rank_failed() -> None:
+    _report(1)
+
+
+def rank_killed() -> None:
+    _report(-signal.SIGKILL)
+
+
+def rank_crashed() -> None:
+    _report(-signal.SIGSEGV)
+
+
+def rank_aborted() -> None:
+    _report(-signal.SIGABRT)
+
+
+def rank_terminated() -> None:
+    _report(-signal.SIGTERM)
+
+
+def no_data_set() -> None:
+    CIFAR10("nowhere")
 
 
 def local_rank_flag() -> None:
@@ -83,6 +114,12 @@ def bus_error() -> None:
     list(in_worker(lambda _: os.kill(os.getpid(), signal.SIGBUS)))
 
 
+def unpicklable() -> None:
+    """A worker that is not forked gets a lambda."""
+    samples: Any = range(2)
+    list(DataLoader(samples, num_workers=1, collate_fn=lambda batch: batch, multiprocessing_context="spawn"))
+
+
 def open_files() -> None:
     """Batches are kept until no more files can be opened."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -115,6 +152,18 @@ def mixed_gradients() -> None:
     clip_grad_norm_(model.parameters(), 1.0)
 
 
+def mixed_types() -> None:
+    """A parameter is used for the first time in the last micro-step."""
+    first, second, model = nn.Linear(2, 2), nn.Linear(2, 2), nn.Module()
+    model.first, model.second = first, second
+    model.forward = lambda inputs, both: first(inputs) + second(inputs) if both else first(inputs)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    sharded: Any = fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)), mp_policy=policy)
+    for last in (False, True):
+        sharded.set_requires_gradient_sync(last)
+        sharded(torch.ones(1, 2), last).sum().backward()
+
+
 def two_forward_passes() -> None:
     """An error up to the torch that hides the copy of the buffers from autograd."""
     model = DistributedDataParallel(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
@@ -130,8 +179,27 @@ def uneven_batches() -> None:
     time.sleep(6)
 
 
-MESSAGES = (local_rank_flag, port_taken, fp16_weights, numpy_state, killed_worker, bus_error, open_files)
-ON_TWO_RANKS = (unused_parameters, reentrant_checkpoint, mixed_gradients, two_forward_passes)
+def peer_leaves() -> None:
+    """Rank 0 ends, and rank 1 waits for it."""
+    if dist.get_rank() == 1:
+        dist.all_reduce(torch.ones(1))
+
+
+MESSAGES = (
+    *(
+        local_rank_flag,
+        port_taken,
+        fp16_weights,
+        numpy_state,
+        killed_worker,
+        bus_error,
+        open_files,
+        unpicklable,
+        no_data_set,
+    ),
+    *(rank_failed, rank_killed, rank_crashed, rank_aborted, rank_terminated),
+)
+ON_TWO_RANKS = (unused_parameters, reentrant_checkpoint, mixed_gradients, mixed_types, two_forward_passes)
 
 
 def threads_of_workers() -> int:

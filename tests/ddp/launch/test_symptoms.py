@@ -17,7 +17,7 @@ import pytest
 from torch.utils.data._utils import signal_handling
 
 from ddp.launch import symptoms
-from ddp.launch.symptoms import PAGE, Entry, masked, matches
+from ddp.launch.symptoms import PAGE, QUOTED, Entry, masked, matches
 from ddp.museum.__main__ import exhibits
 from ddp.rendezvous.process_group import process_group
 from tests.ddp.launch import provoked
@@ -28,6 +28,11 @@ from tests.support.user_errors import UserError
 ENTRIES = {entry.title: entry for entry in symptoms.entries()}
 LABELS = ["Cause", "Cure", "Thread", "Chapter", "See it"]
 SEE_IT = re.compile(r"`(\w+)` in \[provoked\.py\]")
+POSTED = re.findall(
+    r"^### (.+)\n\nAnswer: (.+)\n\n~~~\n((?:.*\n)+?)~~~$",
+    Path(__file__).with_name("posted.md").read_text(),
+    re.MULTILINE,
+)
 PROGRAMS = {name for entry in ENTRIES.values() for name in SEE_IT.findall(entry.body)}
 
 # Messages that people paste: other numbers, paths and ranks than on the page, a traceback around it, or a few words.
@@ -76,7 +81,7 @@ def test_every_entry_is_complete() -> None:
     assert f"{len(ENTRIES)} messages and symptoms" in (REPOSITORY / "README.md").read_text()
     for title, entry in ENTRIES.items():
         lines = re.findall(r"^- \*\*(.+?)\*\*: (\S.*)", entry.body, re.MULTILINE)
-        assert [label for label, _ in lines] == LABELS, title
+        assert [label for label, _ in lines if label != "Also"] == LABELS, title
         thread = dict(lines)["Thread"]
         assert re.match(r"\[\S+#(\d+)\]\(https://github\.com/\S+/(issues|pull)/\1\)|none; ", thread), title
     contents = re.findall(r"^- \[(.+)\]\(#(.+)\)", PAGE.read_text(), re.MULTILINE)
@@ -111,13 +116,45 @@ def test_what_it_names_is_there() -> None:
 
 @pytest.mark.parametrize("title", ENTRIES)
 def test_a_heading_and_its_messages_find_their_entry(title: str) -> None:
-    for text in [title.replace("`", ""), *re.findall(r"`(.+?)`", title)]:
+    assert matches(title.replace("`", ""))[0].title == title
+    for text in QUOTED.findall(ENTRIES[title].names):
         assert matches(f"noise before\n[rank7]: {text} and after")[0].title == title
 
 
 @pytest.mark.parametrize("pasted", PASTED)
 def test_what_people_paste_finds_the_entry(pasted: str) -> None:
     assert PASTED[pasted] in matches(pasted)[0].title
+
+
+@pytest.mark.parametrize(("thread", "answer", "posted"), POSTED)
+def test_a_message_of_a_tracker_finds_its_entry_or_nothing(thread: str, answer: str, posted: str) -> None:
+    assert [entry.title for entry in matches(posted)[:1]] == [answer] * (answer != "nothing"), thread
+
+
+def test_a_consequence_comes_after_what_caused_it() -> None:
+    pasted = (
+        "Watchdog caught collective operation timeout: WorkNCCL(SeqNum=1)\nCUDA out of memory. Tried\nChildFailedError:"
+    )
+    assert [entry.title.split("`")[1] for entry in matches(pasted)] == [
+        "CUDA out of memory",
+        "Watchdog caught collective operation timeout",
+        "ChildFailedError",
+    ]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "RuntimeError: CUDA error: an illegal memory access was encountered",
+        "the kernel killed it, memory error of a worker",
+        "requests.exceptions.ConnectionError: ('Connection aborted.', ConnectionResetError(104, 'Connection reset by peer'))",
+        "ValueError: not enough values to unpack (expected 2, got 0)",
+        "loss is nan",
+        "Signal 2 (SIGINT) received by PID 9",
+    ],
+)
+def test_words_that_messages_share_find_nothing(text: str) -> None:
+    assert matches(text) == []
 
 
 def test_the_command_answers_without_torch(tmp_path: Path) -> None:
@@ -132,7 +169,8 @@ def test_the_command_answers_without_torch(tmp_path: Path) -> None:
     assert max(map(len, found.stdout.splitlines())) <= 120
     nothing = run_command("ddp.launch.doctor", "--explain", "my cat sat on the keyboard", env=first)
     assert (nothing.returncode, nothing.stderr) == (1, "")
-    assert nothing.stdout == f"nothing fits among the {len(ENTRIES)} symptoms of {PAGE}\n"
+    assert nothing.stdout.startswith(f"nothing fits among the {len(ENTRIES)} symptoms of {PAGE}\n")
+    assert symptoms.CHECKLIST.exists() and str(symptoms.CHECKLIST) in nothing.stdout
 
 
 @pytest.mark.parametrize("arguments", [["--explain", " "], ["--explain"], []])
@@ -199,6 +237,12 @@ def test_a_rank_with_one_batch_more_waits() -> None:
     printed = run_ranks(on_this_rank, 2, 3, [provoked.uneven_batches], fresh=True)
     assert printed[0] == [""]
     assert_quoted("uneven_batches", printed[1][0])
+
+
+@pytest.mark.examples
+def test_a_rank_whose_peer_leaves() -> None:
+    printed = run_ranks(on_this_rank, 2, 30, [provoked.peer_leaves], fresh=True)
+    assert_quoted("peer_leaves", printed[1][0])
 
 
 @pytest.mark.examples

@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 
 from common.distributed.dist_env import DistEnv
 from common.files.run_directory import is_written_by_a_run
+from ddp.launch.dumps.explain import gathered, report
 from ddp.rendezvous.process_group import process_group
 from ddp.rendezvous.worker_group import rendezvous
 from ddp.watchdog.failure_detector import BEAT_S, Beat, MissingRanks, Position, missing_ranks
@@ -387,6 +388,8 @@ def test_the_latest_collectives_are_written_for_torch_s_own_tool(
         fr_trace.main([folder])
     assert "Not all ranks joining collective" in caplog.text
     assert "collective: gloo:all_reduce" in caplog.text and "missing ranks: {1}" in caplog.text
+    (verdict,) = (line for line in report(gathered(Path(folder).parents[1])) if line.startswith("group 0"))
+    assert "ranks 0 and 2 called all_reduce" in verdict and "rank 1 did not: its last there is barrier" in verdict
 
 
 # Jobs that do not.

@@ -1,0 +1,94 @@
+"""Why a job hangs, from what its ranks left behind: flight-recorder dumps, and stacks of Python.
+
+    python -m ddp.launch.doctor --dumps DIR
+
+DIR has, at any depth, a file per rank, with the rank in its name. It is a dump of torch's flight recorder (a pickle or JSON, of NCCL or
+gloo), or stacks (of faulthandler, ``py-spy dump``, or the logs of our own trainer). Nothing in them is executed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from common.cli import command, option, parse
+from common.errors import UsageError
+from ddp.launch.dumps.compare import findings, listed
+from ddp.launch.dumps.recorded import Recorded, read_dump
+from ddp.launch.dumps.stacks import main_threads
+
+RANK = re.compile(r"rank[ _-]?(\d+)|(\d+)(?=\D*$)", re.IGNORECASE)
+DUMPS = ("", ".json", ".pickle", ".pkl")  # suffixes; torch gives none
+
+
+@dataclass(frozen=True)
+class DumpsConfig:
+    """Settings of ``ddp.launch.doctor --dumps``."""
+
+    dumps: Path = option(None, "folder of flight-recorder dumps and stacks, one file per rank")
+
+
+@dataclass
+class Left:
+    """The dumps and stacks of the ranks."""
+
+    dumps: dict[int, Recorded] = field(default_factory=dict)
+    stacks: dict[int, str] = field(default_factory=dict)  # where the main thread is
+    unread: list[str] = field(default_factory=list)  # a line for each file that should be a dump and is none
+
+    @property
+    def silent(self) -> list[int]:
+        """The ranks that are known from the others, and wrote no dump."""
+        known = {rank for dump in self.dumps.values() for ranks in dump.groups.values() for rank in ranks}
+        return sorted(known - self.dumps.keys())
+
+
+def gathered(folder: Path) -> Left:
+    """Everything in a folder; if several attempts wrote dumps, only those of the last."""
+    left, dumps = Left(), []
+    for path in sorted(folder.rglob("*")):
+        found = RANK.search(path.name)
+        if found and path.is_file():
+            rank = int(found[1] or found[2])
+            if stacks := main_threads(path.read_text(errors="replace")):
+                left.stacks[rank] = stacks[-1]
+            elif path.suffix in DUMPS:
+                dumps.append((path.stat().st_mtime, rank, path))
+    for _, rank, path in sorted(dumps):
+        if path.parent == max(dumps)[2].parent:
+            try:
+                left.dumps[rank] = read_dump(path)
+            except ValueError as error:
+                left.unread.append(f"{path}: {error}")
+    return left
+
+
+def report(left: Left) -> Iterator[str]:
+    """The lines of the verdict."""
+    yield "read " + " and ".join(
+        f"{kind} of {listed(ranks)}" for kind, ranks in (("dumps", left.dumps), ("stacks", left.stacks)) if ranks
+    )
+    yield from (f"left out {line}" for line in left.unread)
+    if left.silent and left.dumps:
+        yield f"{listed(left.silent)} wrote no dump: dead, stopped or cut off when the others wrote theirs. Read its log first"
+    found = findings(left.dumps)
+    yield from (finding.text for finding in found)
+    if left.dumps and not found and not left.silent:
+        last = [f", up to {dump.collectives[-1]}" for dump in left.dumps.values() if dump.collectives][:1]
+        yield f"all ranks called the same collectives{''.join(last)}: no rank is behind, so the operation itself hangs or is slow"
+        yield "look at the link and the GPU: python -m ddp.launch.doctor measures links, and NCCL_DEBUG=INFO names them"
+    for place in sorted(set(left.stacks.values())):
+        yield f"{listed(rank for rank in left.stacks if left.stacks[rank] == place)} now at {place}"
+
+
+@command
+def main() -> None:
+    folder = parse(DumpsConfig, "ddp.launch.doctor", __doc__).dumps
+    left = gathered(folder)
+    if not left.dumps and not left.stacks:
+        raise UsageError(
+            f"--dumps {folder}: no dump and no stacks in it" + "".join(f"; {line}" for line in left.unread[:1])
+        )
+    print("\n".join(report(left)))
