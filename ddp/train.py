@@ -94,7 +94,7 @@ def build_job(config: TrainConfig, env: DistEnv, data: ImageData, checkpoint: Ru
         data.train, config.batch_size, config.grad_accumulation_steps, env.world_size, env.rank, config.seed
     )
     loader, test_loader = open_loaders(data, sampler, env, config)
-    # ``model`` wraps ``network``, whose parameters are in both: what the optimizer changes is what forward uses.
+    # ``model`` and ``network`` share the same parameters, so the optimizer may take those of ``network``.
     job = Job(
         config=config,
         env=env,

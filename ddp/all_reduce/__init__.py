@@ -16,7 +16,7 @@ sharded strategies of ddp/sharded/ live on them.
 
 Their docstrings give the time of each in the alpha-beta model: a message of m bytes takes alpha + beta m seconds, whatever
 else is sent. A rank sends one message and receives one at a time, and adding takes no time. The tensor has n bytes, the
-group p ranks.
+group W ranks.
 
 comm_hook.py gives them to torch's DDP:
 

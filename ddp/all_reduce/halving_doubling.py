@@ -1,4 +1,4 @@
-"""All-reduce by recursive halving and doubling: as few bytes as a ring, in a number of steps that grows with log p."""
+"""All-reduce by recursive halving and doubling: as few bytes as a ring, in a number of steps that grows with log W."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ class HalvingDoubling(SendReceiveAllReduce):
     """Ranks pair up: each gives its partner one half of the tensor, and adds what it gets to the half that it keeps.
 
     Recursive halving, a reduce-scatter: each rank repeats this with another partner for the half that it kept, until it
-    keeps one p-th, which is the sum. Recursive doubling, an all-gather: the same partners in reverse order exchange their
+    keeps one part in W, which is the sum. Recursive doubling, an all-gather: the same partners in reverse order exchange their
     sums.
 
-    If p is no power of two, r ranks are too many. The first r even ranks give their tensors to the odd ranks beside them,
+    If W is no power of two, r ranks are too many. The first r even ranks give their tensors to the odd ranks beside them,
     which take part for both and send back the sums at the end.
 
-    2 log2(p) steps. Every rank sends 2n(p-1)/p bytes. Time: 2 log2(p) alpha + 2(p-1)/p beta n. If the number of ranks is no
-    power of two, p is the largest one below it, and 2(alpha + beta n) are added. (Rabenseifner, Optimization of collective
+    2 log2(W) steps. Every rank sends 2n(W-1)/W bytes. Time: 2 log2(W) alpha + 2(W-1)/W beta n. If the number of ranks is no
+    power of two, W is the largest one below it here, and 2(alpha + beta n) are added. (Rabenseifner, Optimization of collective
     reduction operations, 2004; Thakur, Rabenseifner and Gropp, Optimization of collective communication operations in
     MPICH, 2005.)
     """

@@ -10,7 +10,7 @@ from ddp.all_reduce.p2p import SendReceiveAllReduce
 class Naive(SendReceiveAllReduce):
     """Rank 0 receives every tensor in turn and adds it to its own, then sends the sum to every rank in turn.
 
-    2(p-1) steps, one after another. Rank 0 sends (p-1)n bytes, the others n. Time: 2(p-1) (alpha + beta n).
+    2(W-1) steps, one after another. Rank 0 sends (W-1)n bytes, the others n. Time: 2(W-1) (alpha + beta n).
     """
 
     def _sum(self, buffer: Tensor) -> None:

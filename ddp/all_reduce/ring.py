@@ -11,14 +11,14 @@ from ddp.all_reduce.p2p import SendReceiveAllReduce
 
 
 class Ring(SendReceiveAllReduce, ShardedInThread):
-    """The tensor is cut into p chunks. Every rank sends to the next rank only, while it receives from the one before.
+    """The tensor is cut into W chunks. Every rank sends to the next rank only, while it receives from the one before.
 
     Reduce-scatter: in p-1 steps, each chunk travels once around the ring, and every rank on the way adds its own part. At
     the end of its way, the chunk is the sum. All-gather: in p-1 steps, each sum travels around once more. All chunks travel
     at once, so that every link is busy in every step.
 
-    2(p-1) steps of n/p bytes. Every rank sends 2n(p-1)/p bytes: less than 2n however many ranks there are, and the least
-    possible. Time: 2(p-1) alpha + 2(p-1)/p beta n. (Patarasu and Yuan, Bandwidth optimal all-reduce algorithms for clusters
+    2(W-1) steps of n/W bytes. Every rank sends 2n(W-1)/W bytes: less than 2n however many ranks there are, and the least
+    possible. Time: 2(W-1) alpha + 2(W-1)/W beta n. (Patarasu and Yuan, Bandwidth optimal all-reduce algorithms for clusters
     of workstations, 2009.)
     """
 

@@ -14,7 +14,7 @@ class ShardedAllReduce(AllReduce):
 
     A tensor of p equal shards lies on each of p ranks; shard r belongs to rank r. A reduce-scatter leaves each rank the sum of
     its own shard. An all-gather gives each rank the shards of the others. One after the other they are an all-reduce, and
-    each moves half of its bytes: n(p-1)/p of n. Both work in place.
+    each moves half of its bytes: n(W-1)/W of n. Both work in place.
     """
 
     @abc.abstractmethod

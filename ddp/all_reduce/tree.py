@@ -13,8 +13,8 @@ class Tree(SendReceiveAllReduce):
 
     A rank's parent is the rank without its lowest bit: 6 (110) is a child of 4 (100), and 4 of 0.
 
-    2⌈log2 p⌉ steps, whether p is a power of two or not, but of whole tensors. Rank 0 sends n⌈log2 p⌉ bytes, a leaf n.
-    Time: 2⌈log2 p⌉ (alpha + beta n).
+    2⌈log2 W⌉ steps, whether W is a power of two or not, but of whole tensors. Rank 0 sends n⌈log2 W⌉ bytes, a leaf n.
+    Time: 2⌈log2 W⌉ (alpha + beta n).
     """
 
     def __init__(self, p2p: P2P) -> None:

@@ -1,12 +1,12 @@
 """The memory of sharding: bytes that a rank holds, and bytes that it sends in a step (``python -m ddp.bench memory``).
 
-Training with Adam takes 16 bytes for each parameter in fp32: its value, its gradient, and two moments. For P parameters on N
+Training with Adam takes 16 bytes for each parameter in fp32: its value, its gradient, and two moments. For P parameters on W
 ranks, and 4 bytes each, the paper counts for a rank (arXiv 1910.02054, figure 1, for mixed precision there):
 
     replicas  16 P        every rank has everything
-    ZeRO-1    8 P + 8 P/N     the moments are sharded
-    ZeRO-2    4 P + 12 P/N    and the gradients
-    ZeRO-3    16 P/N          and the parameters: less than an N-th is not possible
+    ZeRO-1    8 P + 8 P/W     the moments are sharded
+    ZeRO-2    4 P + 12 P/W    and the gradients
+    ZeRO-3    16 P/W          and the parameters: less than one part in W is not possible
 
 We count the memory of parameters, gradients and optimizer state between backward and the optimizer's step, when nothing is in
 flight. The peak adds activations, the units that are whole at the moment and the gradients in flight; the kernel counts it

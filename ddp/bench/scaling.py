@@ -1,7 +1,7 @@
 """The speedup of each way to use more devices, and why two are not twice as fast (``python -m ddp.bench scaling``).
 
 Trains the same model on the same global batches in every way that this machine allows, in turn, a few steps each: in a single
-process, with data parallelism inside one process, and with DDP in 1, 2, ... N processes. Each way is a job of processes that
+process, with data parallelism inside one process, and with DDP in 1, 2, ... W processes. Each way is a job of processes that
 live through the benchmark, and each takes the step of ``ddp.train``.
 
 A step of n processes should take 1/n of a single process's step. Two causes share the excess. The same n processes also

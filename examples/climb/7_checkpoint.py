@@ -8,12 +8,12 @@ import sys
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset, random_split
 
 EPOCHS, BATCH_SIZE = 4, 48  # samples of an optimizer step
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 MICRO_STEPS = 2
 
 
@@ -21,17 +21,19 @@ def main() -> None:
     torch.manual_seed(0)  # the same data and initial weights in every run
     labels = torch.randint(10, (763,))
     inputs = torch.randn(10, 32)[labels] + 1.5 * torch.randn(763, 32)  # ten clusters that overlap
-    train = TensorDataset(inputs[:576], labels[:576])
-    test = TensorDataset(inputs[576:], labels[576:])  # 187 samples: two ranks cannot have equally many
-    sampler: DistributedSampler[object] = DistributedSampler(train, seed=0)  # rank r takes samples r, r + ranks, ...
+    data = TensorDataset(inputs.to(DEVICE), labels.to(DEVICE))  # larger data moves to the GPU batch by batch
+    train, test = random_split(data, [576, 187])  # 187: two ranks cannot have equally many
+    sampler: DistributedSampler[object] = DistributedSampler(train)  # rank r takes samples r, r + ranks, ...
     loader = DataLoader(train, BATCH_SIZE // dist.get_world_size(), sampler=sampler)
     test_loader = DataLoader(test, BATCH_SIZE, sampler=range(dist.get_rank(), len(test), dist.get_world_size()))
-    model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 10))
-    ddp_model = DistributedDataParallel(model)  # sends rank 0's weights to all
+    model = nn.Linear(32, 10).to(DEVICE)
+    ddp_model = nn.parallel.DistributedDataParallel(model)  # sends rank 0's weights to all
     optimizer = torch.optim.SGD(model.parameters(), lr=0.03, momentum=0.9)
-    scaler = torch.amp.GradScaler("cpu")  # multiplies the loss, and divides the gradients again before the step
+    scaler = torch.amp.GradScaler(DEVICE)  # multiplies the loss, and divides the gradients again before the step
     epoch = 0
-    dist.broadcast_object_list(saved := [torch.load(sys.argv[1]) if os.path.exists(sys.argv[1]) else None])  # rank 0's
+    path = sys.argv[1]
+    saved = [torch.load(path, map_location="cpu") if os.path.exists(path) else None]
+    dist.broadcast_object_list(saved)  # rank 0's: another host may not have the file
     if saved[0]:
         epoch, weights, momentum, scale = saved[0]
         model.load_state_dict(weights)
@@ -43,8 +45,8 @@ def main() -> None:
         for inputs, labels in loader:
             for part in range(MICRO_STEPS):
                 with contextlib.nullcontext() if part == MICRO_STEPS - 1 else ddp_model.no_sync():  # the last averages
-                    with torch.autocast("cpu", torch.float16):  # not around backward, which takes forward's dtypes
-                        loss = F.cross_entropy(ddp_model(inputs[part::MICRO_STEPS]), labels[part::MICRO_STEPS])
+                    with torch.autocast(DEVICE, torch.float16):  # not around backward, which takes forward's dtypes
+                        loss = cross_entropy(ddp_model(inputs[part::MICRO_STEPS]), labels[part::MICRO_STEPS])
                     scaler.scale(loss / MICRO_STEPS).backward()
             scaler.unscale_(optimizer)
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # all ranks have the same average, so the same norm
@@ -53,21 +55,23 @@ def main() -> None:
             optimizer.zero_grad()
         epoch += 1
         model.eval()
-        sums = torch.zeros(2)  # of the test samples: their losses, and how many are right
+        sums = torch.zeros(2, device=DEVICE)  # of the test samples: their losses, and how many are right
         with torch.no_grad():
             for inputs, labels in test_loader:
                 logits = model(inputs)
-                loss = F.cross_entropy(logits, labels, reduction="sum")
+                loss = cross_entropy(logits, labels, reduction="sum")
                 sums += torch.stack([loss, (logits.argmax(1) == labels).sum()])
         dist.all_reduce(sums)  # sums, not means: the ranks have different numbers of samples
-        mean_loss, accuracy = (sums / len(test)).tolist()
+        mean_loss, accuracy = sums / len(test)
         if dist.get_rank() == 0:  # all have the same numbers
             print(f"epoch {epoch}: test loss {mean_loss:.5f}, accuracy {accuracy:.2%}")
-            torch.save((epoch, model.state_dict(), optimizer.state_dict(), scaler.state_dict()), sys.argv[1] + ".new")
-            os.replace(sys.argv[1] + ".new", sys.argv[1])  # at once: killed at any time, it leaves a whole checkpoint
+            torch.save((epoch, model.state_dict(), optimizer.state_dict(), scaler.state_dict()), path + ".new")
+            os.replace(path + ".new", path)  # at once: a kill at any time leaves a whole checkpoint
 
 
 if __name__ == "__main__":
-    dist.init_process_group("gloo")  # torchrun tells each process its rank through the environment
+    if DEVICE == "cuda":
+        torch.cuda.set_device(dist.get_node_local_rank())  # each rank its own GPU, before anything uses one
+    dist.init_process_group()  # NCCL for GPUs, else gloo; torchrun tells each process its rank in the environment
     main()
     dist.destroy_process_group()

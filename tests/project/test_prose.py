@@ -17,7 +17,7 @@ PARTS = ("by_hand", "all_reduce", "resilience", "bench", "ladder", "gpu_check", 
 PAGES = (
     *("README.md", "AGENTS.md", "CHANGES.md", "dataloading/README.md", "dataparallel/README.md", "examples/README.md"),
     *("examples/climb/README.md", "ddp/README.md", "ddp/glossary.md", "ddp/launch/symptoms.md", "ddp/launch/my_job.md"),
-    "ddp/audit/findings.md",
+    *("ddp/audit/findings.md", "ddp/two_machines.md", "ddp/decisions.md"),
     *(f"ddp/{part}/README.md" for part in PARTS),
 )
 INVERTED = re.compile(r"(Of|What)\b")  # the first word of a sentence that begins with its object

@@ -12,7 +12,7 @@ from tests.support.launch import REPOSITORY
 
 READMES = [
     *(REPOSITORY / name for name in ("README.md", "AGENTS.md", "CHANGES.md", "CONTRIBUTING.md", "ddp/glossary.md")),
-    REPOSITORY / "ddp/conformance/differences.md",
+    *(REPOSITORY / f"ddp/{name}.md" for name in ("conformance/differences", "two_machines", "decisions")),
     *(
         readme
         for depth in ("*", "tests/*", "ddp/*", "examples/*", "docs/*")

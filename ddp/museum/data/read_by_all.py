@@ -1,4 +1,4 @@
-"""An iterable data set is read N x W times: by each worker of each rank, from its beginning to its end
+"""An iterable data set is read once by each worker of each rank, from its beginning to its end
 
 People met it with streamed data sets and with record files.
 

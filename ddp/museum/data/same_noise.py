@@ -3,7 +3,7 @@
 Seen in the training of a robot's model in 2026; the first thread is still open. The second explains why another project
 gives each rank a seed of its own.
 
-One seed lets all ranks build the same model. After that their generators stay equal: N ranks draw what one would draw.
+One seed lets all ranks build the same model. After that their generators stay equal: W ranks draw what one would draw.
 
 - Robbyant/lingbot-vla-v2#41
 - facebookresearch/deit#150

@@ -1,6 +1,6 @@
 """Embeddings are gathered for a contrastive loss, and the gradient is too small by the number of ranks
 
-Libraries for contrastive learning had gradients that were 1/N of the right ones on N ranks.
+Libraries for contrastive learning had gradients that were 1/W of the right ones on W ranks.
 
 `all_gather` is no autograd function: what it returns carries no gradient. Each rank puts its own embeddings back and
 gets its share of the gradient. The shares should be added, but DDP averages them.

@@ -2,8 +2,8 @@
 
 On two ranks, a norm of 0.8 was reported as 1.131 and the gradient clipped to 0.707, although the limit was 1.
 
-After DDP's backward pass, each rank has the complete gradient. A sum of squares over N ranks makes the norm too large
-by the square root of N. Only shards need that sum: see norm_of_a_shard.py.
+After DDP's backward pass, each rank has the complete gradient. A sum of squares over W ranks makes the norm too large
+by the square root of W. Only shards need that sum: see norm_of_a_shard.py.
 
 - modelscope/twinkle#290 (open)
 """

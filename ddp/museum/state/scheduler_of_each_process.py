@@ -1,8 +1,8 @@
-"""The learning rate falls N times too fast, because the scheduler is stepped once for each process
+"""The learning rate falls W times too fast, because the scheduler is stepped once for each process
 
-With N GPUs, the schedule was over after 1/N of the steps. Several training scripts of several projects had this bug.
+With W GPUs, the schedule was over after 1/W of the steps. Several training scripts of several projects had this bug.
 
-A library steps the scheduler N times per step, for schedules that count the steps of one process. These schedules
+A library steps the scheduler W times per step, for schedules that count the steps of one process. These schedules
 count the optimizer's steps already.
 
 - huggingface/accelerate#2926, #1398
