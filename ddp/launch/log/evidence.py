@@ -1,0 +1,137 @@
+"""All that a log tells of a failure, gathered in one pass: tracebacks, exit codes, the watchdogs' lines, and who is there at all."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+
+from common.errors import UsageError
+from ddp.launch.log import watchdog
+from ddp.launch.log.errors import SPAWNED, Error, Tracebacks
+from ddp.launch.log.exit_codes import code_of
+from ddp.launch.log.lines import Line, files_of, read
+
+FACTS = {
+    "rank": r"^\s*rank\s*: (?P<rank>\d+) \(local_rank: \d+\)",  # torchrun's report, as the next two
+    "code": r"^\s*exitcode\s*: (?P<code>-?\d+)",
+    "root": r"Root Cause",
+    "failed": r"failed \(exitcode: (?P<code>-?\d+)\) local_rank: (?P<rank>\d+)",
+    "ended": r"(?:Sending|Closing) process \d+ (?:closing |via )",  # by torchrun, after the first failure
+    "forced": r"forcefully exiting via|via Signals\.SIGKILL",
+    "tasks": r"srun: error: \S+: tasks? (?P<tasks>[\d,-]+): (?P<words>.*)",
+    "spawned": r"process (?P<rank>\d+) terminated with (?:signal (?P<signal>\w+)|exit code (?P<code>\d+))",
+    "memory": r"Out of memory: Killed process|[Oo][Oo][Mm][-_ ][Kk]ill|Out Of Memory|OutOfMemory-?[Kk]illed|Memory cgroup out of memory",
+    "scheduler": r"(?:CANCELLED|STEPD?|JOB) .*DUE TO (?P<words>[A-Z ]+)",
+    "abort": r"(?P<glibc>free\(\): invalid|double free or|"
+    r"malloc\(\): |munmap_chunk|corrupted (?:size|double)|Assertion [`'].*failed)",
+    "usage": r"^\S*(?:\.py|torchrun|accelerate|deepspeed)\S*: error: (?P<words>.+)|"
+    r"(?P<start>can't open file .+|: No module named .+|execve\(\): .+)",
+    "shell": r"(?P<words>Segmentation fault|Bus error|Aborted|Killed|Terminated)(?: *\(core dumped\)|\s*$|\s{3,})",
+    "world": r"world.?size['\"]?[ =:]+(?P<world>\d+)|MEMBER: \d+/(?P<members>\d+)|\brank:? (?P<rank>\d+)(?: of |/)(?P<of>\d+)",
+    "outside": r"Received (?P<number>\d+) death signal",  # by torchrun
+}
+PATTERNS = {name: re.compile(pattern) for name, pattern in FACTS.items()}
+TRACEBACK = (
+    r'Traceback|  File "|File ".*, line \d|Error|[Ee]xception|Interrupt|Exit\b|Fatal Python|what\(\): |-- Process'
+)
+WANTED = re.compile(
+    "|".join([TRACEBACK, watchdog.ANY, "\\bexitcode\\b", *(re.sub(r"\?P<\w+>", "?:", one) for one in FACTS.values())])
+)
+MOST_OF_A_KIND = 2000
+
+
+class Evidence:
+    """The facts of a log."""
+
+    def __init__(self) -> None:
+        self.tracebacks = Tracebacks()
+        self.watchdogs = watchdog.Watchdogs()
+        self.facts: defaultdict[str, list[tuple[Line, re.Match[str]]]] = defaultdict(list)
+        self.ranks: set[int] = set()
+        self.lines = self.files = 0
+        self._in_report: int | None = None  # the rank of whose failure a launcher's report tells
+
+    def take(self, lines: Iterable[Line]) -> None:
+        """Read a file."""
+        tracebacks, ranks = self.tracebacks, self.ranks
+        for line in lines:
+            self.lines += 1
+            if line.rank is not None:
+                ranks.add(line.rank)
+            if (line.file, line.rank) in tracebacks.open or self._in_report is not None or WANTED.search(line.text):
+                self._take(line)
+        self._in_report = None
+        self.files += 1
+
+    def _take(self, line: Line) -> None:
+        for name, pattern in PATTERNS.items():
+            if (found := pattern.search(line.text)) and len(self.facts[name]) < MOST_OF_A_KIND:
+                self.facts[name].append((line, found))
+                if name == "rank":
+                    self._in_report = int(found["rank"])
+                elif name == "world":
+                    self._note_world(found)
+        if spawned := SPAWNED.search(line.text):
+            self._in_report = int(spawned["rank"])
+        if line.text.startswith(("=====", "-----")):
+            self._in_report = None
+        self.watchdogs.feed(line.text, line.rank)
+        self.tracebacks.feed(line if self._in_report is None else line._replace(rank=self._in_report))
+
+    def _note_world(self, found: re.Match[str]) -> None:
+        size = int(found["world"] or found["members"] or found["of"])
+        if 1 <= size <= 4096:
+            self.ranks |= {*range(size)}
+
+    @property
+    def errors(self) -> list[Error]:
+        return [error for error in self.tracebacks.errors.values() if error.kind]
+
+    @property
+    def codes(self) -> dict[int, int]:
+        """The exit code of each rank that a launcher reports, the first one first."""
+        report = [
+            (line.number, int(rank["rank"]), int(code["code"]))
+            for (line, rank), (_, code) in zip(self.facts["rank"], self.facts["code"], strict=False)
+        ]
+        root = max((line.number for line, _ in self.facts["root"]), default=0)
+        report.sort(key=lambda one: one[0] < root)
+        codes = {rank: code for _, rank, code in report}
+        for _, found in self.facts["failed"]:
+            codes.setdefault(int(found["rank"]), int(found["code"]))
+        for _, found in self.facts["tasks"]:
+            code = code_of(found["words"])
+            for task in _numbers(found["tasks"]):
+                if code is not None:
+                    codes.setdefault(task, code)
+        for _, found in self.facts["spawned"]:
+            code = int(found["code"]) if found["code"] else code_of(found["signal"])
+            if code is not None:
+                codes.setdefault(int(found["rank"]), code)
+        return codes
+
+
+def gathered(paths: list[Path]) -> Evidence:
+    """Read files, and all that folders have.
+
+    :raises UsageError: if there is no log
+    """
+    evidence, refused = Evidence(), []
+    for file, rank in files_of(paths).items():
+        try:
+            evidence.take(read(file, rank))
+        except UsageError as error:  # a folder has empty files and checkpoints, too
+            refused.append(error)
+    if not evidence.files:
+        raise UsageError(
+            str(refused[0]) if len(refused) == 1 else f"{paths[0]} has no log: {len(refused)} files were read"
+        )
+    return evidence
+
+
+def _numbers(text: str) -> list[int]:
+    """``0-2,5``"""
+    ends = [[int(end) for end in part.split("-")] for part in text.split(",") if part]
+    return [number for pair in ends for number in range(pair[0], pair[-1] + 1)]
