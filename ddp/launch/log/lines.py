@@ -27,6 +27,7 @@ PREFIX = re.compile(
     r"|[\w.-]* ?\[std(?:err|out)\] ?|std(?:err|out): |[0-9a-f]{8} \|\| "  # milabench, Accelerate, Determined
     r"|\[?\d{4}-\d\d-\d\d[T_ ]\d\d:\d\d:\d\d[^\s\]]*\]? ?|\[?\d\d:\d\d:\d\d(?:[.,]\d+)?\]? "  # timestamps
 )
+STARTS_PREFIX = frozenset("[( 0123456789abcdefghijklmnopqrstuvwxyz")
 # A progress bar, or the words of another rank, may have no end of line.
 BEGINS = re.compile(
     r"(?<=.)(?=\[rank\d+\]:|\[default\d+\]:\S)"
@@ -94,16 +95,15 @@ def _callstack(content: bytes) -> str:
         return ""
 
 
-def _split(text: str, rank: int | None, number: int, file: str) -> Iterator[Line]:
+def _split(text: str, rank: int | None, number: int, file: str) -> list[Line]:
     """The lines that are in one: without prefixes, and with the rank that these name."""
     if "\x1b" in text:
         text = ESCAPES.sub("", text)
-    while text[:1] in "[( 0123456789abcdefghijklmnopqrstuvwxyz" and (prefix := PREFIX.match(text)):
+    while text[:1] in STARTS_PREFIX and (prefix := PREFIX.match(text)):
         named = next(filter(None, prefix.groups()), None)
         rank = rank if named is None else int(named)
         text = text[prefix.end() :]
     if ("[" in text or "Traceback" in text) and (begin := BEGINS.search(text)):
-        yield Line(rank, text[: begin.start()], number, file)
-        yield from _split(text[begin.start() :], rank, number, file)
-    else:
-        yield Line(rank, text, number, file)
+        cut = begin.start()
+        return [Line(rank, text[:cut], number, file), *_split(text[cut:], rank, number, file)]
+    return [Line(rank, text, number, file)]

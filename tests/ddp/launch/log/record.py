@@ -54,7 +54,7 @@ def score(failure: Failure, verdict: Verdict | None) -> Score:
     if verdict is None:
         return Score(False, False, False, False)
     place = verdict.place
-    # Of two ranks that fail alike, torchrun may end one before it prints anything.
+    # If two ranks fail alike, torchrun may end one before it prints anything.
     rank = verdict.ranks == failure.ranks or (failure.ranks == (0, 1) and verdict.ranks in ((0,), (1,)))
     line = not failure.lines or (place is not None and place.file.endswith("train.py") and place.line in failure.lines)
     cause = re.search(failure.says, verdict.cause) is not None
