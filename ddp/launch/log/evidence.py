@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 from collections import defaultdict
@@ -17,15 +18,14 @@ from ddp.launch.log.lines import Line, files_of, read
 FACTS = {
     "rank": r"^\s*rank\s*: (?P<rank>\d+) \(local_rank: \d+\)",  # torchrun's report, as the next two
     "code": r"^\s*exitcode\s*: (?P<code>-?\d+)",
-    "root": r"Root Cause",
     "failed": r"failed \(exitcode: (?P<code>-?\d+)\) local_rank: (?P<rank>\d+)",
     "ended": r"(?:Sending|Closing) process \d+ (?:closing |via )",  # by torchrun, after the first failure
     "forced": r"forcefully exiting via|via Signals\.SIGKILL",
     "tasks": r"srun: error: \S+: tasks? (?P<tasks>[\d,-]+): (?P<words>.*)",
-    "spawned": r"process (?P<rank>\d+) terminated with (?:signal (?P<signal>\w+)|exit code (?P<code>\d+))",
+    "spawned": r"process (?P<rank>\d+) terminated with (?P<words>(?:signal|exit code) \w+)",
     "memory": r"[Oo]ut of memory: Killed process|[Oo][Oo][Mm][-_ ][Kk]ill|Out Of Memory",
     "scheduler": r"(?:CANCELLED|STEPD?|JOB) .*DUE TO (?P<words>[A-Z ]+)",
-    "abort": r"(?P<glibc>free\(\): invalid|double free or|"
+    "abort": r"(?:free\(\): invalid|double free or|"
     r"malloc\(\): |munmap_chunk|corrupted (?:size|double)|Assertion [`'].*failed)",
     "usage": r"^\S*(?:\.py|torchrun|accelerate|deepspeed)\S*: error: (?P<words>.+)|"
     r"(?P<start>can't open file .+|: No module named .+|execve\(\): .+)",
@@ -35,47 +35,40 @@ FACTS = {
 }
 PATTERNS = {name: re.compile(pattern) for name, pattern in FACTS.items()}
 # A line without any of these words tells nothing. To look for them is some ten times as fast as to try the patterns.
-WORDS = (
-    *(
-        "Traceback",
-        'File "',
-        "rror",
-        "xception",
-        "Fatal Python",
-        "-- Process",
-        "NCCL",
-        "enqueued",
-        "lagging",
-        "collective #",
-        "():",
-    ),
-    *(
-        "exitcode",
-        "local_rank",
-        "Root Cause",
-        " process ",
-        "SIGKILL",
-        "oom",
-        "OOM",
-        "f memory",
-        "f Memory",
-        "DUE TO",
-        "corrupted",
-    ),
-    *(
-        "Assertion",
-        "open file",
-        "No module",
-        "fault",
-        "Aborted",
-        "Killed",
-        "Terminated",
-        "orld",
-        "MEMBER",
-        "death signal",
-        "rank ",
-    ),
-)
+WORDS = """\
+Traceback
+File "
+rror
+xception
+Fatal Python
+-- Process
+NCCL
+enqueued
+lagging
+collective #
+():
+exitcode
+process
+SIGKILL
+oom
+OOM
+f memory
+f Memory
+DUE TO
+corrupted
+double free
+Assertion
+open file
+No module
+fault
+Aborted
+Killed
+Terminated
+orld
+MEMBER
+death signal
+rank
+""".splitlines()
 LINES_AT_ONCE = 500
 MOST_OF_A_KIND = 2000
 
@@ -131,27 +124,20 @@ class Evidence:
     def errors(self) -> list[Error]:
         return [error for error in self.tracebacks.errors.values() if error.kind]
 
-    @property
+    @functools.cached_property
     def codes(self) -> dict[int, int]:
-        """The exit code of each rank that a launcher reports, the first one first."""
-        report = [
-            (line.number, int(rank["rank"]), int(code["code"]))
-            for (line, rank), (_, code) in zip(self.facts["rank"], self.facts["code"], strict=False)
-        ]
-        root = max((line.number for line, _ in self.facts["root"]), default=0)
-        report.sort(key=lambda one: one[0] < root)
-        codes = {rank: code for _, rank, code in report}
-        for _, found in self.facts["failed"]:
-            codes.setdefault(int(found["rank"]), int(found["code"]))
-        for _, found in self.facts["tasks"]:
-            code = code_of(found["words"])
-            for task in _numbers(found["tasks"]):
-                if code is not None:
-                    codes.setdefault(task, code)
-        for _, found in self.facts["spawned"]:
-            code = int(found["code"]) if found["code"] else code_of(found["signal"])
+        """The exit code of each rank that a launcher reports, the first one first: torchrun's report has it at its end."""
+        facts, pairs = self.facts, list[tuple[str | int, str | int | None]]()
+        for (_, rank), (_, code) in reversed([*zip(facts["rank"], facts["code"], strict=False)]):
+            pairs.append((rank["rank"], code["code"]))
+        pairs += [(found["rank"], found["code"]) for _, found in facts["failed"]]
+        for _, found in facts["tasks"]:
+            pairs += [(task, code_of(found["words"])) for task in _numbers(found["tasks"])]
+        pairs += [(found["rank"], code_of(found["words"])) for _, found in facts["spawned"]]
+        codes: dict[int, int] = {}
+        for rank, code in pairs:
             if code is not None:
-                codes.setdefault(int(found["rank"]), code)
+                codes.setdefault(int(rank), int(code))
         return codes
 
 
