@@ -13,7 +13,7 @@ from common.errors import UsageError
 from ddp.launch.log import watchdog
 from ddp.launch.log.errors import SPAWNED, Error, Tracebacks
 from ddp.launch.log.exit_codes import code_of
-from ddp.launch.log.lines import Line, files_of, read
+from ddp.launch.log.lines import MOST_RANKS, Line, files_of, read
 
 FACTS = {
     "rank": r"^\s*rank\s*: (?P<rank>\d+) \(local_rank: \d+\)",  # torchrun's report, as the next two
@@ -81,6 +81,7 @@ class Evidence:
         self.watchdogs = watchdog.Watchdogs()
         self.facts: defaultdict[str, list[tuple[Line, re.Match[str]]]] = defaultdict(list)
         self.ranks: set[int] = set()
+        self.ends: dict[str, int] = {}  # by file, its last line
         self.lines = self.files = 0
         self._in_report: int | None = None  # the rank of whose failure a launcher's report tells
 
@@ -88,6 +89,7 @@ class Evidence:
         """Read a file."""
         for some in iter(lambda: list(itertools.islice(lines, LINES_AT_ONCE)), []):
             self.lines += len(some)
+            self.ends[some[-1].file] = some[-1].number
             self.ranks |= {line.rank for line in some if line.rank is not None}
             if self._is_open() or _tells("\n".join(line.text for line in some)):
                 for line in some:
@@ -117,7 +119,7 @@ class Evidence:
 
     def _note_world(self, found: re.Match[str]) -> None:
         size = int(found["world"] or found["members"] or found["of"])
-        if 1 <= size <= 4096:
+        if 1 <= size <= MOST_RANKS:
             self.ranks |= {*range(size)}
 
     @property

@@ -33,6 +33,7 @@ BEGINS = re.compile(
     r"(?<=.)(?=\[rank\d+\]:|\[default\d+\]:\S)"
     r"|(?<=[^\s:─+|])(?<!Original)(?<!Group)(?=\s*Traceback \(most recent call last\):)"
 )
+MOST_RANKS = 4096  # larger numbers in names of files are of jobs
 RANK_OF_FILE = re.compile(r"(?:rank|task|proc|attempt_\d+/)[-_.]?(\d+)")
 
 
@@ -54,7 +55,7 @@ def files_of(paths: Sequence[Path]) -> dict[Path, int | None]:
     ranks: dict[Path, int | None] = {}
     for group in alike.values():
         numbers = list(zip(*(map(int, re.findall(r"\d+", str(file))) for file in group), strict=True))
-        differing = [column for column in numbers if len(set(column)) > 1]
+        differing = [column for column in numbers if len(set(column)) > 1 and max(column) < MOST_RANKS]
         for place, file in enumerate(group):
             named = RANK_OF_FILE.search(file.as_posix())
             ranks[file] = differing[-1][place] if differing else int(named[1]) if named else None
@@ -71,9 +72,8 @@ def read(path: Path, rank: int | None) -> Iterator[Line]:
         name = "standard input" if path == STANDARD_INPUT else str(path)
         head = stream.peek(HEAD_BYTES)[:HEAD_BYTES]
         wide = head[:2] in (b"\xff\xfe", b"\xfe\xff")  # PowerShell's
-        if not head or (
-            20 * head.count(b"\0") > len(head) and not wide
-        ):  # torch itself ends a message with a zero byte
+        # torch itself ends a message with a zero byte.
+        if not head or (20 * head.count(b"\0") > len(head) and not wide):
             raise UsageError(f"{name} is {'binary' if head else 'empty'}, and no log: {len(head)} bytes were read")
         text: IO[str]
         if path.name == "error.json":

@@ -169,7 +169,10 @@ def _exception(evidence: Evidence) -> Verdict | None:
     if memory := CUDA_MEMORY.search(first.message):
         notes.append(f"it asked for {memory['asked']} where {memory['free']} of the GPU's {memory['all']} were free")
     advice = (LOGS,) * (not ranks) + (BLOCKING,) * bool(ASYNCHRONOUS.search(first.message))
-    certain = bool(ends) and (one_file or len(alike) == len(found))
+    # An error after which the rank went on may have been handled, and a job that was ended from outside may have had none.
+    ended = evidence.codes or _lost(evidence) or evidence.ends[first.file] - first.last < SAME_END
+    outside = evidence.facts["scheduler"] or evidence.facts["outside"]
+    certain = bool(ends and ended and not outside) and (one_file or len(alike) == len(found))
     return Verdict(str(first), tuple(sorted(ranks)), first.place, certain, tuple(notes), advice)
 
 
@@ -211,7 +214,13 @@ def _watchdog(evidence: Evidence) -> Verdict | None:
         return None
     message = "Watchdog caught collective operation timeout: WorkNCCL"
     return Verdict(
-        judged.cause, judged.ranks, None, judged.certain, tuple(watchdogs.lines()), (RECORDER, STACKS), message
+        judged.cause,
+        tuple(sorted(judged.ranks)),
+        None,
+        judged.certain,
+        tuple(watchdogs.lines()),
+        (RECORDER, STACKS),
+        message,
     )
 
 

@@ -6,48 +6,38 @@ The formats are those of torch's ProcessGroupNCCL.cpp and TraceUtils.h, from tor
 from __future__ import annotations
 
 import re
-from collections import Counter, defaultdict
-from collections.abc import Collection
+from collections import Counter
+from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
-ANY = "ProcessGroupNCCL|enqueued|WorkNCCL|lagging ranks|joined but didn't finish|finished collective #"
 WORK = re.compile(
-    r"Watchdog caught collective operation timeout:\s*"
-    r"WorkNCCL\((?:SeqNum=(?P<seq>\d+), )?OpType=(?P<op>\w+)"
-    r"(?:, NumelIn=(?P<numel_in>\d+), NumelOut=(?P<numel_out>\d+))?, Timeout\(ms\)=(?P<timeout>\d+)\)"
+    r"Watchdog caught collective operation timeout:\s*WorkNCCL\((?:SeqNum=(?P<number>\d+), )?OpType=(?P<operation>\w+)"
+    r"(?:, (?P<sizes>NumelIn=\d+, NumelOut=\d+))?, Timeout"
 )
 STATUS = re.compile(
-    r"last enqueued (?:NCCL )?work: (?P<enqueued>-?\d+).*last completed (?:NCCL )?work: (?P<completed>-?\d+)",
-    re.I,
+    r"last enqueued (?:NCCL )?work: (?P<enqueued>-?\d+).*last completed (?:NCCL )?work: (?P<completed>-?\d+)", re.I
 )
 STUCK = re.compile(r"watchdog got stuck for \d+ seconds")
 GROUP, RANK = re.compile(r"\[PG (?:ID )?(\w+)"), re.compile(r"Rank (\d+)\]")
-NEVER = re.compile(r"ranks \[(?P<ranks>[\d, ]+)\] are the lagging ranks that caused this timeout")
-FINISHED = re.compile(r"\[(?P<ranks>[\d, ]+)\] finished collective #(?P<seq>\d+), but didn't join collective #")
+LATE = re.compile(r"\[(?P<ranks>[\d, ]+)\] (?:are the lagging ranks|finished collective #)")  # torch's own report
 ALIKE_ON_ALL_RANKS = ("ALLREDUCE", "BROADCAST", "REDUCE", "_ALLGATHER_BASE", "_REDUCE_SCATTER_BASE")
 
 
 class Call(NamedTuple):
     """A collective in which a rank has waited for longer than the timeout."""
 
-    number: int | None
+    number: int
     operation: str
-    numel_in: str | None
-    numel_out: str | None
+    sizes: str
 
     def __str__(self) -> str:
-        number = "" if self.number is None else f" {self.number}"
-        elements = f" (NumelIn={self.numel_in}, NumelOut={self.numel_out})" if self.numel_in else ""
-        return f"{self.operation}{number}{elements}"
+        return f"{self.operation} {self.number}" + f" ({self.sizes})" * bool(self.sizes)
 
 
 class Judgement(NamedTuple):
-    """The reason for a hang.
+    """The reason for a hang, and the ranks that have caused it, as far as the log tells."""
 
-    :ivar ranks: those who have caused it, as far as the log tells
-    """
-
-    ranks: tuple[int, ...]
+    ranks: Collection[int]
     cause: str
     certain: bool
 
@@ -57,119 +47,100 @@ def listed(ranks: Collection[int]) -> str:
 
 
 class Watchdogs:
-    """All that the watchdogs of a job have said."""
+    """All that the watchdogs of a job have said.
+
+    :ivar calls: by rank, the call in which it waited
+    :ivar status: by rank, the numbers of the last call that was enqueued, and of the last that was completed
+    :ivar stuck: ranks whose watchdog itself has hung
+    :ivar late: ranks that torch's own report calls so
+    """
 
     def __init__(self) -> None:
         self.calls: dict[int, Call] = {}
-        self.groups: set[str] = set()
-        self.status: dict[int, tuple[int, int]] = {}  # the numbers of the last call that was enqueued, and completed
+        self.status: dict[int, tuple[int, int]] = {}
         self.stuck: set[int] = set()
-        self.never: set[int] = set()
-        self.finished: dict[int, int] = {}  # by ranks that torch's report calls late, the last call that they completed
-        self._begun, self._begun_by = "", None
+        self.late: set[int] = set()
+        self._groups: set[str] = set()
+        self._cut: tuple[str, int | None] = "", None
 
     def feed(self, text: str, rank: int | None) -> None:
         """Take a line.
 
         :param rank: from its prefix, which counts all ranks; the watchdog's own number counts those of its group
         """
-        if text.rstrip().endswith("operation timeout:"):  # the line was broken when it was copied
-            self._begun, self._begun_by = text, rank
+        if text.endswith(("timeout:", "timeout: ")):  # the line was cut when it was copied
+            self._cut = text, rank
         elif text.startswith("WorkNCCL("):
-            text, rank = self._begun + text, self._begun_by
-        if found := NEVER.search(text):
-            self.never |= _ranks(found)
-        elif found := FINISHED.search(text):
-            self.finished.update(dict.fromkeys(_ranks(found), int(found["seq"])))
-        elif found := WORK.search(text) or STATUS.search(text) or STUCK.search(text):
-            values = found.groupdict()
-            numbered = RANK.search(text)
-            who = rank if rank is not None else int(numbered[1]) if numbered else 0
-            if values.get("op"):
-                number = values["seq"] and int(values["seq"])
-                self.calls.setdefault(who, Call(number, values["op"], values["numel_in"], values["numel_out"]))
-            elif values.get("enqueued"):
-                self.status.setdefault(who, (int(values["enqueued"]), int(values["completed"])))
-                self.groups |= {*GROUP.findall(text)}
-            else:
-                self.stuck.add(who)
+            text, rank = self._cut[0] + text, self._cut[1]
+        if late := LATE.search(text):
+            self.late |= set(map(int, late["ranks"].split(",")))
+        numbered = RANK.search(text)
+        who = rank if rank is not None else int(numbered[1]) if numbered else 0
+        if call := WORK.search(text):
+            self.calls.setdefault(who, Call(int(call["number"] or 0), call["operation"], call["sizes"] or ""))
+        elif status := STATUS.search(text):
+            self.status.setdefault(who, (int(status["enqueued"]), int(status["completed"])))
+            self._groups |= {*GROUP.findall(text)}
+        elif STUCK.search(text):
+            self.stuck.add(who)
 
     def lines(self) -> list[str]:
-        """Each call in which ranks waited, and how far the others are."""
-        waiting = defaultdict(list)
-        for rank, call in self.calls.items():
-            waiting[call].append(rank)
-        lines = [
-            f"{listed(ranks)} waited in {call}" for call, ranks in sorted(waiting.items(), key=lambda item: item[1])
-        ]
-        return lines + [
-            f"rank {rank} had enqueued {enqueued} and completed {completed}"
-            for rank, (enqueued, completed) in sorted(self.status.items())
-            if rank not in self.calls
-        ]
+        """The call of each rank that waited, and how far the others are."""
+        waited = [f"rank {rank} waited in {call}" for rank, call in sorted(self.calls.items())]
+        others = [(rank, *self.status[rank]) for rank in sorted(self.status.keys() - self.calls)]
+        return waited + [f"rank {rank} had enqueued {last} and completed {done}" for rank, last, done in others]
 
     def judge(self, known: Collection[int]) -> Judgement | None:
         """The reason for the timeouts, if there were any.
 
         :param known: all ranks of the job that the log names
         """
-        if self.never:
-            return Judgement(tuple(sorted(self.never)), f"{listed(self.never)} never joined any collective", True)
-        if self.finished:
-            late, after = sorted(self.finished), min(self.finished.values())
-            return Judgement(tuple(late), f"{listed(late)} did not join the collective after number {after}", True)
-        if not self.calls:
-            if not self.stuck:
-                return None
-            cause = f"the watchdog of {listed(self.stuck)} got no answer from CUDA or NCCL: a call there hangs, or a thread keeps the GIL"
-            return Judgement(tuple(sorted(self.stuck)), cause, False)
-        calls, one_group = self.calls, len(self.groups) < 2  # each group counts its own calls
-        numbers = {rank: call.number for rank, call in calls.items() if call.number is not None}
-        first = min(numbers.values(), default=0)
-        late = {rank for rank, (enqueued, _) in self.status.items() if rank not in self.calls and enqueued < first}
-        if late:
+        calls = self.calls
+        if self.late:
             return Judgement(
-                tuple(sorted(late)),
-                f"{listed(late)} never called collective {first}, in which {listed(calls)} waited",
+                self.late, f"{listed(self.late)} did not join the next collective, says torch's report", True
+            )
+        if not calls:
+            cause = f"the watchdog of {listed(self.stuck)} got no answer from CUDA or NCCL: a call there hangs, or a thread keeps the GIL"
+            return Judgement(self.stuck, cause, False) if self.stuck else None
+        one_group = len(self._groups) < 2  # each process group counts its own calls
+        first = min(calls.values())
+        behind = {rank for rank, (enqueued, _) in self.status.items() if rank not in calls and enqueued < first.number}
+        if behind:
+            return Judgement(
+                behind,
+                f"{listed(behind)} never called collective {first.number}, in which {listed(calls)} waited",
                 one_group,
             )
-        behind = {rank for rank, number in numbers.items() if number == first}
-        if len(behind) < len(numbers):
-            ahead = numbers.keys() - behind
-            cause = (
-                f"{listed(behind)} is behind, in {calls[min(behind)]}; {listed(ahead)} went on to {calls[min(ahead)]}"
-            )
-            return Judgement(tuple(sorted(behind)), cause, False)
-        odd = _odd_ones({rank: call.operation for rank, call in calls.items()})
-        if odd:
+        behind = {rank for rank, call in calls.items() if call.number == first.number}
+        if ahead := calls.keys() - behind:
+            cause = f"{listed(behind)} is behind, in {first}; {listed(ahead)} went on to {calls[min(ahead)]}"
+            return Judgement(behind, cause, False)
+        if odd := _odd_ones({rank: call.operation for rank, call in calls.items()}):
             return Judgement(
-                odd, f"the ranks call different collectives at the same place: {_each(calls, odd)}", one_group
+                odd, f"the ranks call different collectives at the same place: {self._each(odd)}", one_group
             )
-        odd = _odd_ones({rank: call[2:] for rank, call in calls.items() if call.operation in ALIKE_ON_ALL_RANKS})
-        if odd:
-            return Judgement(odd, f"the ranks pass tensors of different sizes: {_each(calls, odd)}", one_group)
-        silent = set(known) - calls.keys() - self.status.keys()
-        if silent:
-            cause = f"{listed(silent)} printed nothing of it: {listed(calls)} waited for it in {calls[min(calls)]}"
-            return Judgement(tuple(sorted(silent)), cause, False)
-        cause = f"all ranks that the log has wait in the same {calls[min(calls)]}: another rank did not come, or the network hangs"
-        return Judgement((), cause, False)
+        if odd := _odd_ones({rank: call.sizes for rank, call in calls.items() if call.operation in ALIKE_ON_ALL_RANKS}):
+            return Judgement(odd, f"the ranks pass tensors of different sizes: {self._each(odd)}", one_group)
+        if silent := {*known} - calls.keys() - self.status.keys():
+            return Judgement(
+                silent, f"{listed(silent)} printed nothing of it: {listed(calls)} waited in {first}", False
+            )
+        return Judgement(
+            (),
+            f"all ranks that the log has wait in the same {first}: another rank did not come, or the network hangs",
+            False,
+        )
+
+    def _each(self, odd: Collection[int]) -> str:
+        """The calls of the odd ranks, and of one of the others."""
+        others = sorted(self.calls.keys() - odd)
+        return "; ".join(f"rank {rank} {self.calls[rank]}" for rank in [*others[:1], *sorted(odd)[:3]])
 
 
-def _ranks(found: re.Match[str]) -> set[int]:
-    return set(map(int, found["ranks"].split(",")))
-
-
-def _odd_ones(values: dict[int, object]) -> tuple[int, ...]:
+def _odd_ones(values: Mapping[int, str]) -> set[int]:
     """The ranks whose value is not the one that most have; all, if none is more frequent."""
-    counts = Counter(values.values()).most_common()
-    if len(counts) < 2:
-        return ()
-    usual = counts[0][0] if counts[0][1] > counts[1][1] else None
-    return tuple(sorted(rank for rank, value in values.items() if value != usual))
-
-
-def _each(calls: dict[int, Call], odd: Collection[int]) -> str:
-    """The calls of the odd ranks, and of one of the others."""
-    others = sorted(calls.keys() - set(odd))[:1]
-    return "; ".join(f"rank {rank} {calls[rank]}" for rank in [*others, *list(odd)[:3]])
+    (usual, most), (_, next_most), *_ = [*Counter(values.values()).most_common(), ("", 0), ("", 0)]
+    if most == next_most:
+        return {*values}
+    return {rank for rank, value in values.items() if value != usual}

@@ -154,6 +154,14 @@ def test_a_text_without_a_failure(tmp_path: Path) -> None:
     )
 
 
+def test_an_error_that_was_handled_is_not_certain(tmp_path: Path) -> None:
+    """Neither one with many lines after it, nor one in a job that the scheduler ended."""
+    assert not verdict_of(tmp_path / "log", FAILED + "epoch 1: loss 0.3\n" * 200).certain
+    limit = "slurmstepd: error: *** STEP 7.0 ON n1 CANCELLED AT 2026-11-28T10:00:00 DUE TO TIME LIMIT ***\n"
+    assert not verdict_of(tmp_path / "log", FAILED + limit).certain
+    assert verdict_of(tmp_path / "log", limit).cause == "the scheduler ended the job: due to time limit"
+
+
 def test_a_message_is_still_looked_up() -> None:
     assert run_command("ddp.launch.doctor", "--explain", "received 0 items of ancdata").stdout.startswith(
         "received 0 items of ancdata"

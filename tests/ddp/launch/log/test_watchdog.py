@@ -150,12 +150,12 @@ LOGS = {
         "rank 1 is behind, in ALLREDUCE 411",
     ),
     "one rank is silent": (READY + timeout(0) + timeout(1) + timeout(2), (3,), False, "rank 3 printed nothing of it"),
-    "the report: never joined": (THREE + REPORT + NEVER, (3,), True, "rank 3 never joined any collective"),
+    "the report: never joined": (THREE + REPORT + NEVER, (3,), True, "rank 3 did not join the next collective"),
     "the report: late": (
         timeout(0) + REPORT + LATE,
         (1, 2),
         True,
-        "ranks 1, 2 did not join the collective after number 411",
+        "ranks 1, 2 did not join the next collective",
     ),
     "torch 1.12": (
         OLD.format(0, "SeqNum=9, ", "ALLREDUCE") + OLD.format(1, "SeqNum=7, ", "ALLREDUCE"),
