@@ -34,17 +34,23 @@ LONGEST_TRACEBACK = 1000  # frames
 MOST_FOREIGN_LINES = 200  # within a traceback, after which it has no end
 MOST_ERRORS = 5000  # that differ
 
-# An error whose cause is another process, and the reason to say so. The first that fits counts.
+# The reasons to say that an error only follows from another process's.
+SUMMARY = "a launcher's summary"
+DISAGREE = "the ranks do not agree"
+WAITED = "it waited for another rank"
+LOST = "the rank at the other end had gone"
+STOPPED = "a signal from outside"
+# The first that fits counts.
 CONSEQUENCES = {
-    r"ChildFailedError|ProcessExitedException|process \d+ terminated with|accelerate-launch|CalledProcessError": "a launcher's summary",
+    r"ChildFailedError|ProcessExitedException|process \d+ terminated with|accelerate-launch|CalledProcessError.*(?:python|torchrun)": SUMMARY,
     r"Detected mismatch between collectives|op\.preamble|Received data size doesn't match|"
-    r"monitoredBarrier|expects same model across all ranks": "the ranks do not agree",
+    r"monitoredBarrier|expects same model across all ranks": DISAGREE,
     r"Timed out waiting \d+ms for|wait timeout after|Watchdog caught|timed out in blocking wait|"
-    r"Timed out after \d+ seconds waiting for clients|Some NCCL operations have failed": "it waited for another rank",
+    r"Timed out after \d+ seconds waiting for clients|Some NCCL operations have failed": WAITED,
     r"Connection closed by peer|Connection reset by peer|Broken pipe|recvValue failed|got 0 bytes|sendBytes failed|"
     r"Application timeout caused pair closure|Socket closed|remote process exited|NCCL communicator was aborted|"
-    r"ncclRemoteError|connectFullMesh failed|failed to connect to remote": "the rank at the other end had gone",
-    r"SignalException|KeyboardInterrupt": "a signal from outside",
+    r"ncclRemoteError|connectFullMesh failed|failed to connect to remote": LOST,
+    r"SignalException|KeyboardInterrupt": STOPPED,
 }
 REASONS = [(re.compile(pattern), reason) for pattern, reason in CONSEQUENCES.items()]
 

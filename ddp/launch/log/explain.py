@@ -5,7 +5,7 @@
     kubectl logs job/train | python -m ddp.launch.doctor --explain -
     python -m ddp.launch.doctor --explain "MESSAGE"
 
-It finds the failure that came first; see ddp/launch/log/verdict.py. Exit status 1 says that there is none.
+It finds the failure that came first; see ddp/launch/log/judge.py. Exit status 1 says that there is none.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from pathlib import Path
 from common.cli import command
 from ddp.launch import symptoms
 from ddp.launch.log.evidence import Evidence, gathered
+from ddp.launch.log.judge import consequences, judge
 from ddp.launch.log.lines import STANDARD_INPUT
-from ddp.launch.log.verdict import Verdict, consequences, judge
+from ddp.launch.log.verdict import Verdict
 from ddp.launch.log.watchdog import listed
 
 MOST_LINES = 8  # of a kind

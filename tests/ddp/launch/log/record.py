@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ddp.launch.log.evidence import gathered
-from ddp.launch.log.verdict import Verdict, judge
+from ddp.launch.log.judge import judge
+from ddp.launch.log.verdict import Verdict
 from tests.ddp.launch.log.failures import FAILURES, Failure, provoke, style_of
 from tests.support.launch import REPOSITORY
 

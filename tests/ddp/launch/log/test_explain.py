@@ -12,8 +12,9 @@ import pytest
 from ddp.launch.log import explain
 from ddp.launch.log.evidence import gathered
 from ddp.launch.log.exit_codes import described
+from ddp.launch.log.judge import judge
 from ddp.launch.log.lines import files_of, read
-from ddp.launch.log.verdict import Verdict, judge
+from ddp.launch.log.verdict import Verdict
 from tests.support.launch import REPOSITORY, run_command
 from tests.support.user_errors import UserError
 

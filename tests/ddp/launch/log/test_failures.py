@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ddp.launch.log.evidence import gathered
-from ddp.launch.log.verdict import judge
+from ddp.launch.log.judge import judge
 from tests.ddp.launch.log.failures import FAILURES, provoke
 from tests.ddp.launch.log.record import PAGE, explained, page, recorded, score
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from ddp.launch.log.evidence import gathered
-from ddp.launch.log.verdict import judge
+from ddp.launch.log.judge import judge
 
 
 def timeout(rank: int, number: int = 412, operation: str = "ALLREDUCE", numel: int = 10, place: int = 616) -> str:
