@@ -11,11 +11,13 @@ It finds the failure that came first; see ddp/launch/log/judge.py. Exit status 1
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Iterable
 from pathlib import Path
 
 from common.cli import command
+from common.errors import UsageError
 from ddp.launch import symptoms
 from ddp.launch.log.evidence import Evidence, gathered
 from ddp.launch.log.judge import consequences, judge
@@ -29,12 +31,12 @@ MOST_LINES = 8  # of a kind
 @command
 def main() -> None:
     """Explain a log if the arguments are paths, or a message."""
-    first, *others = [argument.removeprefix("--explain=") for argument in sys.argv[1:] if argument != "--explain"] or [
-        ""
-    ]
-    paths = [first, *others]
-    if all(path == str(STANDARD_INPUT) or os.path.exists(path) for path in paths):
+    paths = [argument.removeprefix("--explain=") for argument in sys.argv[1:] if argument != "--explain"]
+    first = paths[0] if paths else ""
+    if paths and all(path == str(STANDARD_INPUT) or os.path.exists(path) for path in paths):
         explain_log([Path(path) for path in paths])
+    elif re.fullmatch(r"\S+\.(?:log|out|err|txt)", first):
+        raise UsageError(f"--explain {first}: there is no such file")
     else:
         symptoms.main()
 

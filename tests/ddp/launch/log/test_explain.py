@@ -145,6 +145,10 @@ def test_what_is_no_log_is_one_line(content: bytes, said: str, user_error: UserE
     assert said in line and f"{len(content)} bytes were read" in line
 
 
+def test_a_log_that_is_not_there_is_one_line(user_error: UserError) -> None:
+    assert user_error(explain.main, "--explain", "runs/no-such.log").endswith("there is no such file")
+
+
 def test_a_text_without_a_failure(tmp_path: Path) -> None:
     (tmp_path / "log").write_text("epoch 1: loss 0.3\n" * 5)
     evidence = gathered([tmp_path / "log"])
