@@ -3,6 +3,7 @@
     python -m ddp.launch.doctor                                      # this host
     torchrun --nproc_per_node=2 -m ddp.launch.doctor                 # in the place of ddp.train, under any launcher
     srun --nodes=2 --ntasks-per-node=1 python -m ddp.launch.doctor
+    python -m ddp.launch.doctor --explain LOG...                     # which rank failed first, where and why: files, folders or -
     python -m ddp.launch.doctor --explain "MESSAGE"                  # which entries of symptoms.md fit an error message
     python -m ddp.launch.doctor --dumps DIR                          # which rank hangs: flight-recorder dumps and stacks
 
@@ -34,9 +35,9 @@ from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__" and any(argument.partition("=")[0] == "--explain" for argument in sys.argv):
-    from ddp.launch import symptoms
+    from ddp.launch.log import explain
 
-    symptoms.main()  # exits, before torch is imported
+    explain.main()  # exits, before torch is imported
 
 if __name__ == "__main__" and any(argument.partition("=")[0] == "--dumps" for argument in sys.argv):
     from ddp.launch.dumps import explain as dumps
