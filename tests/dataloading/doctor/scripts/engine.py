@@ -4,6 +4,7 @@ import torch
 from torch import nn, optim
 from torch.nn import functional
 
+torch.set_num_threads(1)
 torch.manual_seed(0)
 
 

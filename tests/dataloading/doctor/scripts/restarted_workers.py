@@ -23,4 +23,4 @@ class Sentences(Dataset):
 loader = DataLoader(  # <- planted
     Sentences(), batch_size=32, shuffle=True, num_workers=2, worker_init_fn=read_vocabulary
 )
-train(loader, epochs=8)
+train(loader, epochs=5)

@@ -12,7 +12,7 @@ def init_worker(worker):
 
 class Blurred(Dataset):
     def __len__(self):
-        return 1200
+        return 800
 
     def __getitem__(self, index):
         image = torch.arange(3 * 256 * 256).remainder(index + 7).float().view(1, 3, 256, 256)
