@@ -10,14 +10,14 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 class Drawings(IterableDataset):
     def __iter__(self):
         worker = get_worker_info()
-        for number in range(worker.id, 1600, worker.num_workers):
+        for number in range(worker.id, 800, worker.num_workers):
             yield self.draw(random.Random(number)), number % 10
 
     def draw(self, rng):
-        grey = rng.randbytes(128 * 128)
+        grey = rng.randbytes(64 * 64)
         image = torch.zeros(16, 16)
         for place, value in enumerate(grey):
-            image[place // 1024, place % 16] += value > 127  # <- planted
+            image[place // 256, place % 16] += value > 127  # <- planted
         return image
 
 

@@ -17,5 +17,5 @@ class InMemory(Dataset):
         return self.images[index], self.labels[index]  # <- planted
 
 
-loader = DataLoader(InMemory(), batch_size=100, shuffle=True, num_workers=1)  # <- planted
+loader = DataLoader(InMemory(), batch_size=500, shuffle=True, num_workers=1)  # <- planted
 train(loader, epochs=4)
