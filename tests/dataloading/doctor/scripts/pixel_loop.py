@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 class Drawings(IterableDataset):
     def __iter__(self):
         worker = get_worker_info()
-        for number in range(worker.id, 800, worker.num_workers):
+        for number in range(worker.id, 320, worker.num_workers):
             yield self.draw(random.Random(number)), number % 10
 
     def draw(self, rng):
