@@ -3,6 +3,7 @@
     python -m dataloading.bench --workers 0,1,2,3,4
     python -m dataloading.bench --workers 0,2,4 --loader stock,fast --batch-size 32,64
     python -m dataloading.bench --path-to-folder ~/photos --image-size 224
+    python -m dataloading.bench --start-method fork,forkserver,spawn,threads
 
 Each axis takes a list, and all combinations are tried. A round runs every setting once, so that a slow moment of the machine
 affects all settings. The start of the workers is timed apart from the steady run. Without a folder, the benchmark uses drawn
@@ -30,8 +31,10 @@ from common.cli import command, option
 from common.data import DECODERS
 from common.data.loaders import loader_errors
 from common.machine import usable_cores
+from dataloading.bench import start_methods
 from dataloading.bench.settings import LOADERS, Library, Setting, varying
 from dataloading.bench.stages import measure_stages
+from dataloading.bench.start_once import METHODS
 from dataloading.bench.sweep import LoadingMeasurement, measure
 from dataloading.bench.verdict import changes, explain, recommend
 from dataloading.dataset.augmentation import AUGMENTATIONS
@@ -57,6 +60,7 @@ class LoadingBenchConfig:
     image_size: int | None = option(None, "resize every image to a square of this many pixels", minimum=1, maximum=4096)
     repeats: int = option(5, "rounds that count", minimum=2)
     batches: int = option(100, "batches of each run", minimum=1)
+    start_method: tuple[str, ...] = option((), "measure these ways to start workers, and no sweep", choices=METHODS)
     output: Path = option(Path("runs/bench-loading"), "folder of the JSON and the PNG")
 
     def __post_init__(self) -> None:
@@ -81,15 +85,16 @@ class LoadingBenchConfig:
 
 @command
 def main() -> None:
-    run_benchmark(
-        LoadingBenchConfig, "dataloading.bench", __doc__, None, run, lambda config, measured: report(config, *measured)
-    )
+    run_benchmark(LoadingBenchConfig, "dataloading.bench", __doc__, None, run, report)
 
 
-def run(config: LoadingBenchConfig) -> tuple[list[LoadingMeasurement], LoadingVerdict | None]:
-    """Measure all settings and judge them, unless other programs used the cores; returns what :func:`report` takes."""
+def run(config: LoadingBenchConfig) -> Any:
+    """Measure the start methods; or all settings, and judge them, unless other programs used the cores."""
+    if config.start_method:
+        workers = config.workers[0] if config.workers else usable_cores()
+        return start_methods.measure(config.start_method, workers, config.repeats, _folder(config))
     with loader_errors(), Rounds(2 * (config.repeats + 1)) as progress:
-        library = Library(config.path_to_folder or os.fspath(face_cache.ensure()), config.image_size)
+        library = Library(_folder(config), config.image_size)
 
         def measure_all(settings: list[Setting]) -> list[LoadingMeasurement]:
             return measure(
@@ -106,6 +111,10 @@ def run(config: LoadingBenchConfig) -> tuple[list[LoadingMeasurement], LoadingVe
             return sweep, None
         verdict = judge(library, sweep, measure_all)
         return sweep, None if others.doubt() else verdict
+
+
+def _folder(config: LoadingBenchConfig) -> str:
+    return config.path_to_folder or os.fspath(face_cache.ensure())
 
 
 @dataclass(frozen=True)
@@ -150,11 +159,17 @@ def judge(
     return LoadingVerdict(chosen.setting, with_workers.setting, costs, now, tried, lines)
 
 
-def report(config: LoadingBenchConfig, sweep: list[LoadingMeasurement], verdict: LoadingVerdict | None) -> str:
+def report(config: LoadingBenchConfig, measured: Any) -> str:
     """Write the JSON and the PNG.
 
+    :param measured: what :func:`run` returned
     :returns: the tables and the verdicts for the terminal
     """
+    if config.start_method:
+        return start_methods.report(config, measured)
+    sweep: list[LoadingMeasurement]
+    verdict: LoadingVerdict | None
+    sweep, verdict = measured
     axes = varying([measured.setting for measured in sweep])
     content = {
         "settings": [{**dataclasses.asdict(m), "images_per_s": m.images_per_s} for m in sweep],
