@@ -1,0 +1,31 @@
+"""Watch the loaders of a script from within each of its processes, and write down what they do.
+
+It imports nothing else of this project, so that the script finds its own modules by their names. It draws no random number, and
+hands on each batch, index and exception as it is.
+"""
+
+from __future__ import annotations
+
+
+def install() -> None:
+    """Begin to watch. torch has been imported, and the script's first line that uses it has not run yet."""
+    from . import fetching, loaders  # noqa: F401  they take the place of torch's functions
+
+
+def begin(directory: str) -> None:
+    """Watch this process, too, from now on."""
+    install()
+    from . import events, loaders, sampling
+
+    events.begin(directory)
+    loaders.numbers.clear()
+    sampling.sampler.forget()
+
+
+def end() -> None:
+    """Watch no more."""
+    from . import events, sampling
+
+    sampling.sampler.stop()
+    sampling.sampler.write()
+    events.begin(None)
