@@ -161,6 +161,7 @@ WRONG: dict[str, list[str | tuple[str, str]]] = {
         ("nowhere.py", r"nowhere.py: there is no such script"),
         "--seconds 0",
         "--timeout 0",
+        "--trials -1",
         ("--device mars", r"--device: invalid choice: 'mars'"),
     ],
     "dataloading.lfw_dataset --path-to-folder {faces} --output {here}/out": [

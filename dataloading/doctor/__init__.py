@@ -1,4 +1,4 @@
-"""Why is loading slow? A doctor for anybody's ``DataLoader``: in a script, unchanged, and in a program."""
+"""Why is loading slow, and what helps? A doctor for anybody's ``DataLoader``: in a script, unchanged, and in a program."""
 
 from dataloading.doctor.diagnosis import diagnose
 

@@ -33,6 +33,7 @@ class DoctorConfig:
         30.0, "the run is ended so long after its first batch, if it has not ended by itself", above=0
     )
     timeout: float = option(60.0, "seconds without a batch after which a loader counts as hanging", above=0)
+    trials: float = option(60.0, "seconds in which other settings of a loader are tried; 0 for none", minimum=0)
     device: str = option(
         "auto",
         "the devices that the script finds: auto takes a GPU, or a stand-in if there is none",

@@ -43,7 +43,7 @@ GENERATOR = (
 def doctor(tmp_path: Path, script: str, *flags: str) -> tuple[int, str, list[str]]:
     """The exit status, the report, and lines of errors."""
     (tmp_path / "train.py").write_text(LOOP + script)
-    done = run_command("dataloading.doctor", "--device=cpu", *flags, "--", "train.py", cwd=tmp_path)
+    done = run_command("dataloading.doctor", "--device=cpu", "--trials=0", *flags, "--", "train.py", cwd=tmp_path)
     return done.returncode, done.stdout, error_lines(done.stderr)
 
 
