@@ -38,7 +38,8 @@ def main() -> None:
 
 def advise(config: DoctorConfig, script: Sequence[str], examined: Examined) -> None:
     """Try settings for the loaders that matter, and check the best in a run of the script."""
-    from dataloading.doctor.trials import Script, check_best, try_settings  # torch, which --help does without
+    from dataloading.doctor.script_run import Script
+    from dataloading.doctor.trials import check_best, try_settings  # torch, which --help does without
 
     arguments, environment, needed = launch(config, script)
     for loader in examined.loaders:

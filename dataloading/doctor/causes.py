@@ -99,7 +99,7 @@ def _grows(worker: Process) -> bool:
     """Whether a worker's own memory grows, and not only at its start."""
     middle = len(worker.profile["memory"]) // 2
     late = worker.growth(1, middle)
-    return min(worker.growth(1), worker.growth(2)) >= GROWS and late >= worker.growth(1) / 4
+    return min(worker.growth(1), worker.growth(2)) >= GROWS and late >= worker.growth(1) / 10
 
 
 def _files(loader: Loader) -> list[str]:

@@ -51,8 +51,8 @@ def _matters(loader: Loader, trains: bool) -> Iterator[str]:
         return
     training, loading = batches / max(use_s, 1e-6), max(1, loader.facts["workers"]) / (sum(costs[:3]) or 1e-6)
     yield (
-        f"  does it matter: {loader.share:.0%} of the loop waited for batches ({rate:.1f} batches/s; alone, training takes "
-        f"{training:.1f} and loading gives some {loading:.1f})"
+        f"  does it matter: {loader.share:.0%} of the loop waits for batches: {rate:.1f}/s; alone, training takes {training:.1f}/s and "
+        f"loading gives some {loading:.1f}/s"
     )
 
 
@@ -88,7 +88,7 @@ def _moving_s(loader: Loader) -> float:
         and (not function or "stand_in" in function)
         and any(move in text_of(line) for move in MOVES)
     ]
-    return sum(moving) / len(loader.all("batch"))
+    return float(sum(moving)) / len(loader.all("batch"))
 
 
 def _lines(loader: Loader) -> Iterator[str]:

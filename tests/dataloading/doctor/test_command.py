@@ -51,7 +51,7 @@ def test_a_script_that_fails(tmp_path: Path) -> None:
     status, report, errors = doctor(tmp_path, FAILS)
     assert status == 2
     assert errors[-1].endswith(f"train.py:{LOOP.count(chr(10)) + 2}: ValueError: no such label")
-    assert "train.py:20: DataLoader(Samples, batch_size=8, num_workers=2" in report and "seen: 8 batches" in report
+    assert "train.py:18: DataLoader(Samples, batch_size=8, num_workers=2" in report and "seen: 8 batches" in report
 
 
 def test_a_lock_that_another_thread_held_while_workers_were_forked(tmp_path: Path) -> None:
@@ -59,7 +59,7 @@ def test_a_lock_that_another_thread_held_while_workers_were_forked(tmp_path: Pat
     assert status == 1
     assert "it gave no batch" in report and "no batch in 3 s:" in report
     assert "worker 0 " in report and "is at train.py:15: with lock: return index" in report
-    assert "thread uploader lived at train.py:21: with lock: time.sleep(3600)" in report
+    assert "thread uploader lived at train.py:20: with lock: time.sleep(3600)" in report
 
 
 def test_an_endless_stream_is_ended(tmp_path: Path) -> None:
