@@ -343,7 +343,8 @@ class _Search:
         """A setting with another number of workers, and the arguments that only workers have."""
         if not number:
             return {"num_workers": 0}
-        return {**DEFAULTS, "multiprocessing_context": self._facts["start_method"], **setting, "num_workers": number}
+        method = {"multiprocessing_context": self._facts["start_method"]}
+        return {"num_workers": 0, **DEFAULTS, **method, **setting, "num_workers": number}
 
     def _confirm(self, now: Setting, candidates: Sequence[Setting]) -> None:
         """Compare the candidates with the present setting in fresh turns, and keep those that help."""

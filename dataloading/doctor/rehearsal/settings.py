@@ -182,7 +182,7 @@ class OneThread:
 
 
 def facts_of(loader: DataLoader[Any]) -> dict[str, Any]:
-    """What the search has to know of a loader."""
+    """The facts of a loader that a search needs."""
     iterable = isinstance(loader.dataset, IterableDataset)
     return {
         "present": present(loader),

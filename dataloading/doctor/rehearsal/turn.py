@@ -24,7 +24,7 @@ class NoTurn(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Turn:
-    """What was measured in one turn.
+    """The times of one turn.
 
     :param waits: seconds for each batch; the first with the start of the workers
     :param uses: seconds for which each batch was used

