@@ -18,7 +18,7 @@ SLOW_SAMPLE, LEAST_SLOW_S, SLOW_SHARE = (
     0.25,
 )  # times the typical sample, seconds, share of all samples' time
 FAST_SAMPLE_S = 100e-6  # a sample that is only looked up in memory
-GROWS, COPIES = 50e6, 20e6  # bytes
+GROWS, GOES_ON, COPIES = 50e6, 10e6, 20e6  # bytes
 BUSY = 0.7  # of a worker's time
 FLOATS = r"ToTensor\(|to_tensor\(|convert_image_dtype\(|ToDtype\(|\.float\(\)|/ ?255|\.div_?\(255"
 KEEPS = r"self\.\w+\[[^]]+\] *=[^=]|self\.\w+\.(append|add|update|setdefault|extend)\(|lru_cache|@(functools\.)?cache\b"
@@ -96,10 +96,10 @@ def _always(loader: Loader) -> Iterator[Cause]:
 
 
 def _grows(worker: Process) -> bool:
-    """Whether a worker's own memory grows, and not only at its start."""
-    middle = len(worker.profile["memory"]) // 2
-    late = worker.growth(1, middle)
-    return min(worker.growth(1), worker.growth(2)) >= GROWS and late >= worker.growth(1) / 10
+    """Whether a worker's own memory grows all the time: in the last third of its looks it has more than ever in the first half."""
+    resident = [resident for _, resident, _ in worker.profile["memory"]]
+    later = min(resident[-len(resident) // 3 :], default=0) - max(resident[: len(resident) // 2], default=0)
+    return min(worker.growth(1), worker.growth(2)) >= GROWS and later >= GOES_ON
 
 
 def _files(loader: Loader) -> list[str]:

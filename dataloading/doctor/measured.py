@@ -48,13 +48,12 @@ class Process:
         seconds = sum(map(seconds_of, fetches)) + sum(event["seconds"] for event in self.all("sent"))
         return min(1.0, float(seconds / (fetches[-1]["ended"] - fetches[0]["began"])))
 
-    def growth(self, kind: int, since: int = 0) -> float:
+    def growth(self, kind: int) -> float:
         """Bytes by which its memory has grown.
 
         :param kind: 1 for what is resident, 2 for what no other process shares
-        :param since: the number of a look at the memory
         """
-        memory = self.profile.get("memory", [])[since:]
+        memory = self.profile.get("memory", [])
         return float(memory[-1][kind] - memory[0][kind]) if memory else 0.0
 
 

@@ -32,7 +32,7 @@ def describe(loader: data.DataLoader[Any]) -> dict[str, Any]:
         "generator": any(inspect.isgenerator(one) for one in (dataset, *(value for _, _, value in held))),
         "samples": length,
         "batches": None if iterable else _length(loader),  # asked of a stream, it would warn later
-        "batch_size": loader.batch_size,
+        "batch_size": loader.batch_size or getattr(loader.batch_sampler, "batch_size", None),
         "workers": loader.num_workers,
         "method": context.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0],
         "persistent": loader.persistent_workers,
