@@ -23,6 +23,7 @@ TOOLS = {
     "bench": "ddp.bench",
     "ladder": "ddp.ladder",
     "dataloading.bench": "dataloading.bench",
+    "dataloading.doctor": "dataloading.doctor",
     "dataloading.ladder": "dataloading.ladder",
     "dataparallel.train": "dataparallel.train",
     "dataparallel.bench": "dataparallel.bench",

@@ -160,6 +160,22 @@ def parse(
     return config_type(**values)
 
 
+def split_arguments(arguments: Sequence[str], config_type: type) -> tuple[list[str], list[str]]:
+    """A command's own arguments, and the script with its own: from ``--`` on, or from the first that is no flag or its value.
+
+    :param config_type: the dataclass of the command's own arguments
+    """
+    with_value = {flag_of(field.name) for field in dataclasses.fields(config_type) if field.type != "bool"}
+    own, script = list[str](), list(arguments)
+    while script and script[0].startswith("-") and script[0] != "-m":
+        flag = script.pop(0)
+        if flag == "--":
+            break
+        own += [flag, *(script[:1] if flag in with_value else [])]
+        del script[: flag in with_value]
+    return own, script
+
+
 def from_settings(config_type: type[Config], program: str, settings: Mapping[str, Any]) -> Config:
     """The configuration with these settings, which are in JSON's types, checked as a command line is; the inverse of
     ``dataclasses.asdict``.

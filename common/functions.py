@@ -8,19 +8,27 @@ import importlib
 import inspect
 import traceback
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from common.errors import UsageError
 
 
-def import_function(flag: str, value: str, signature: str, arguments: tuple[Any, ...] = ()) -> Callable[..., Any]:
+def import_function(
+    flag: str,
+    value: str,
+    signature: str,
+    arguments: tuple[Any, ...] = (),
+    keywords: Mapping[str, Any] = MappingProxyType({}),
+) -> Callable[..., Any]:
     """The function (or class) that ``module:function`` names. Python's usual search path applies; the current directory
     comes first with ``python -m`` and with ``torchrun -m``.
 
     :param flag: for the error's text, ``"--model"``
     :param signature: what is expected, ``"build(shape, classes) -> nn.Module"``
     :param arguments: those it will be called with; only their number is checked here
+    :param keywords: keyword arguments, of which only the names are checked
     :raises UsageError: when the module cannot be imported, has no such attribute, or this cannot be called so
     """
     expected = f"give a function {signature} as module:function"
@@ -45,7 +53,7 @@ def import_function(flag: str, value: str, signature: str, arguments: tuple[Any,
     try:
         # ValueError: a function written in C may not tell its parameters. Then the call checks them.
         with contextlib.suppress(ValueError):
-            inspect.signature(function).bind(*arguments)
+            inspect.signature(function).bind(*arguments, **keywords)
     except TypeError as error:
         raise UsageError(f"{flag} {value} takes other arguments ({error}): {expected}") from None
     return typing.cast(Callable[..., Any], function)

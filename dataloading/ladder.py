@@ -123,7 +123,8 @@ def run(config: LoadingLadderConfig) -> dict[str, list[float]]:
             config.repeats,
             after_round=lambda: progress.round_done(f"{len(runs)} rungs"),
         )
-        return {name: [runs[name].images / s for s in own] for name, own in seconds.items()}
+        images = config.batches * config.batch_size
+        return {name: [images / s for s in own] for name, own in seconds.items()}
 
 
 def _rungs(

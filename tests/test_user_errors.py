@@ -156,6 +156,14 @@ WRONG: dict[str, list[str | tuple[str, str]]] = {
         "--image-size 0",
         ("--output /dev/null --workers 0", r"--output /dev/null"),
     ],
+    "dataloading.doctor": [
+        ("", r"which script\?"),
+        ("nowhere.py", r"nowhere.py: there is no such script"),
+        "--seconds 0",
+        "--timeout 0",
+        "--trials -1",
+        ("--device mars", r"--device: invalid choice: 'mars'"),
+    ],
     "dataloading.lfw_dataset --path-to-folder {faces} --output {here}/out": [
         "--num-workers -1",
         "--batch-size 0",

@@ -22,9 +22,15 @@ Curve = Mapping[int, Sequence[float]]  # for each position on the x axis, the va
 
 
 def plot_sweep(
-    path: Path, x_title: str, x_values: Sequence[Any], panels: Mapping[str, Mapping[str, Curve]], *, title: str
+    path: Path,
+    x_title: str,
+    x_values: Sequence[Any],
+    panels: Mapping[str, Mapping[str, Curve]],
+    *,
+    title: str,
+    unit: str = "images",
 ) -> None:
-    """Images/s over one axis, in panels side by side: medians of repeated runs with their quartiles.
+    """Images/s, or so many of another unit, over one axis, in panels side by side: medians of repeated runs with their quartiles.
 
     :param x_values: numbers or words, drawn at equal distances
     :param panels: for each panel's title its curves by their names
@@ -48,7 +54,7 @@ def plot_sweep(
         plot.set_xlabel(x_title)
         plot.set_title(panel, fontsize=9)
         label_ends(plot, ends)
-    axes[0, 0].set_ylabel("images/s: median and quartiles of the rounds")
+    axes[0, 0].set_ylabel(f"{unit}/s: median and quartiles of the rounds")
     figure.savefig(path)
 
 

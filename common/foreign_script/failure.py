@@ -36,5 +36,7 @@ def own_lines(stack: str) -> Iterator[str]:
     """``file:line`` of each frame that is in no library, in the order of a stack or a traceback."""
     for frame in FRAME.finditer(stack):
         file = frame["file"]
-        if not re.search(r"site-packages|dist-packages|/lib/python3|^<|/common/foreign_script/|/audit/watch/", file):
+        if not re.search(
+            r"site-packages|dist-packages|/lib/python3|^<|/common/foreign_script/|/(audit|doctor)/watch/", file
+        ):
             yield f"{file.removeprefix(os.getcwd() + os.sep)}:{frame['line']}"

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +18,7 @@ INJECT = Path(__file__).parent / "inject"
 WATCH_VARIABLE = "FOREIGN_SCRIPT_WATCH"  # by which inject/sitecustomize.py knows what to load
 TRACEBACKS_VARIABLE = "FOREIGN_SCRIPT_TRACEBACKS"  # the folder for tracebacks
 LOCAL_RANK_VARIABLE = "FOREIGN_SCRIPT_LOCAL_RANK"  # a flag, and the script that is told its local rank by it
+ASKED_S = 0.2  # between two questions whether a run is over
 STACKS_S = 2.0  # for the processes to write where they are
 
 
@@ -48,7 +49,12 @@ def injected(*watches: Path) -> dict[str, str]:
 
 
 def run(
-    command: Sequence[str], environment: Mapping[str, str], timeout: float, notes: Path, output: Path | None
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    timeout: float,
+    notes: Path,
+    output: Path | None,
+    is_over: Callable[[], bool] = lambda: False,
 ) -> Outcome:
     """Run ``python COMMAND`` and wait for its end; processes that it leaves are ended, too.
 
@@ -58,12 +64,12 @@ def run(
     :param notes: a folder for a file ``PID.traceback`` of each process that an error ends. Before the run is stopped, each process
         that has a file ``PID.stack`` there is asked, by SIGUSR2, to write its stack
     :param output: file for what the script prints; without one, that goes to stderr
+    :param is_over: is asked all the time, whether the run is to be stopped before its timeout
     """
     adopt_orphans()
     before, began, status = descendants(), time.monotonic(), None
     try:
         with (
-            contextlib.suppress(subprocess.TimeoutExpired),
             open(output, "w") if output else contextlib.nullcontext(sys.stderr) as file,
         ):
             process = subprocess.Popen(
@@ -73,7 +79,9 @@ def run(
                 stderr=file,
                 start_new_session=True,
             )
-            status = process.wait(timeout)
+            while status is None and time.monotonic() < began + timeout and not is_over():
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    status = process.wait(min(timeout, ASKED_S))
         seconds, stacks = time.monotonic() - began, _stacks(notes) if status is None else []
         tracebacks = sorted(notes.glob("*.traceback"), key=lambda path: path.stat().st_mtime_ns)
         traceback = tracebacks[0].read_text() if tracebacks else ""

@@ -14,6 +14,7 @@ STAND_IN = Path(__file__).parent / "stand_in" / "__init__.py"
 DEVICES = ("auto", "cpu", "gpu")
 STARTS = ("auto", "torchrun", "python")
 STARTS_ITSELF = ("mp.spawn(", "multiprocessing.spawn(", "start_processes(", "notebook_launcher(")
+OF_TORCHRUN = ("LOCAL_RANK", "local_rank", "local-rank", "init_process_group(", "init_device_mesh(")
 LOCAL_RANK_FLAGS = ("--local_rank", "--local-rank")  # by which torch.distributed.launch told a script its local rank
 
 
@@ -22,6 +23,12 @@ def starts_itself(arguments: Sequence[str]) -> bool:
     text = "\n".join(_own_code(arguments))
     by_processes = "Process(" in text and "init_process_group" in text and "LOCAL_RANK" not in text
     return by_processes or any(call in text for call in STARTS_ITSELF)
+
+
+def wants_torchrun(arguments: Sequence[str]) -> bool:
+    """Whether a script expects to be started by torchrun, also on one rank."""
+    text = "\n".join(_own_code(arguments))
+    return any(word in text for word in OF_TORCHRUN) and not starts_itself(arguments)
 
 
 def _own_code(arguments: Sequence[str]) -> Iterator[str]:

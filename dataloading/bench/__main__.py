@@ -4,6 +4,7 @@
     python -m dataloading.bench --workers 0,2,4 --loader stock,fast --batch-size 32,64
     python -m dataloading.bench --path-to-folder ~/photos --image-size 224
     python -m dataloading.bench --start-method fork,forkserver,spawn,threads
+    python -m dataloading.bench --dataset mydata:Boxes --dataset-args '{"root": "data"}' --collate-fn mydata:collate
 
 Each axis takes a list, and all combinations are tried. A round runs every setting once, so that a slow moment of the machine
 affects all settings. The start of the workers is timed apart from the steady run. Without a folder, the benchmark uses drawn
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
 import os
 import statistics
 from collections.abc import Callable, Sequence
@@ -27,13 +29,14 @@ from common.benchmarking.figures import plot_sweep
 from common.benchmarking.other_work import OtherWork
 from common.benchmarking.timing import Spread
 from common.benchmarking.turns import Rounds, run_benchmark, write_report
-from common.cli import command, option
+from common.cli import command, flag_of, option
 from common.data import DECODERS
 from common.data.loaders import loader_errors
+from common.errors import UsageError
 from common.machine import usable_cores
 from dataloading.bench import start_methods
-from dataloading.bench.settings import LOADERS, Library, Setting, varying
-from dataloading.bench.stages import measure_stages
+from dataloading.bench.settings import LOADERS, Library, OwnLibrary, Setting, varying
+from dataloading.bench.stages import measure_own_stages, measure_stages
 from dataloading.bench.start_once import METHODS
 from dataloading.bench.sweep import LoadingMeasurement, measure
 from dataloading.bench.verdict import changes, explain, recommend
@@ -41,12 +44,19 @@ from dataloading.dataset.augmentation import AUGMENTATIONS
 from dataloading.dataset.decoders import get_decoder
 from dataloading.synthetic import face_cache
 
+ONLY_IMAGES = ("path_to_folder", "loader", "augmentation", "decoder", "latency_ms", "image_size")
+
 
 @dataclass(frozen=True)
 class LoadingBenchConfig:
     """Settings of ``dataloading.bench``. A field that is a list is an axis of the sweep."""
 
     path_to_folder: str | None = option(None, "folder of the JPEG files (default: drawn faces)")
+    dataset: str | None = option(
+        None, "a data set of your own, package.module:Class, imported from the current directory"
+    )
+    dataset_args: str = option("{}", "its keyword arguments, as JSON")
+    collate_fn: str | None = option(None, "its collate function, package.module:function (default: torch's)")
     workers: tuple[int, ...] | None = option(
         None, "processes or threads (default: up to the cores and 2 more)", minimum=0
     )
@@ -66,6 +76,28 @@ class LoadingBenchConfig:
     def __post_init__(self) -> None:
         for name in self.decoder:
             get_decoder(name)
+        self.own_arguments()
+        for name in ONLY_IMAGES if self.dataset else ():
+            value = getattr(self, name)
+            if value != type(self).__dataclass_fields__[name].default:
+                shown = ",".join(value) if isinstance(value, tuple) else value
+                raise UsageError(
+                    f"{flag_of(name)} {shown} is for folders of images, and not for --dataset {self.dataset}"
+                )
+
+    @property
+    def unit(self) -> str:
+        return "samples" if self.dataset else "images"
+
+    def own_arguments(self) -> dict[str, Any]:
+        """The keyword arguments of ``--dataset``."""
+        try:
+            arguments = json.loads(self.dataset_args)
+        except json.JSONDecodeError as error:
+            raise UsageError(f"--dataset-args {self.dataset_args} is no JSON: {error}") from None
+        if not isinstance(arguments, dict):
+            raise UsageError(f"--dataset-args {self.dataset_args} is no object: give '{{\"name\": value, ...}}'")
+        return arguments
 
     def settings(self) -> list[Setting]:
         """All combinations of the axes, without equivalent ones."""
@@ -89,12 +121,16 @@ def main() -> None:
 
 
 def run(config: LoadingBenchConfig) -> Any:
-    """Measure the start methods; or all settings, and judge them, unless other programs used the cores."""
+    """Measure the start methods; or all settings, and judge them. After Ctrl-C there is no verdict."""
     if config.start_method:
         workers = config.workers[0] if config.workers else usable_cores()
         return start_methods.measure(config.start_method, workers, config.repeats, _folder(config))
     with loader_errors(), Rounds(2 * (config.repeats + 1)) as progress:
-        library = Library(_folder(config), config.image_size)
+        library: Library | OwnLibrary
+        if config.dataset:
+            library = OwnLibrary(config.dataset, config.own_arguments(), config.collate_fn)
+        else:
+            library = Library(_folder(config), config.image_size)
 
         def measure_all(settings: list[Setting]) -> list[LoadingMeasurement]:
             return measure(
@@ -107,10 +143,7 @@ def run(config: LoadingBenchConfig) -> Any:
 
         others = OtherWork()
         sweep = measure_all(config.settings())
-        if Rounds.stopped or others.doubt():
-            return sweep, None
-        verdict = judge(library, sweep, measure_all)
-        return sweep, None if others.doubt() else verdict
+        return sweep, None if Rounds.stopped else judge(library, sweep, measure_all, others)
 
 
 def _folder(config: LoadingBenchConfig) -> str:
@@ -121,42 +154,55 @@ def _folder(config: LoadingBenchConfig) -> str:
 class LoadingVerdict:
     """The setting to use, and why.
 
-    :param recommended: the setting to use
+    :param recommended: the setting to use; None if other programs used the cores, so that no verdict is possible
     :param explained: the setting of the stage costs: the best one with workers, if any, since those need an explanation
         where the main process alone is faster
     :param stage_costs: seconds per image of each stage
-    :param now: that setting, measured again, and ``tried``: its changes, in turns with it
+    :param tried: that setting, measured again, and its changes in turns with it
     :param lines: the verdict in words
     """
 
-    recommended: Setting
+    recommended: Setting | None
     explained: Setting
     stage_costs: dict[str, float]
-    now: LoadingMeasurement
     tried: list[LoadingMeasurement]
     lines: list[str]
 
 
 def judge(
-    library: Library,
+    library: Library | OwnLibrary,
     sweep: list[LoadingMeasurement],
     measure_all: Callable[[list[Setting]], list[LoadingMeasurement]],
+    others: OtherWork,
 ) -> LoadingVerdict:
-    """Choose a setting, and measure its stages and its changes."""
+    """Choose a setting, and measure its stages and its changes.
+
+    :param others: what other programs do since the sweep began. If they disturb it, there are the stages alone
+    """
     axes = varying([measured.setting for measured in sweep])
     chosen = recommend(sweep)
     with_workers = recommend([measured for measured in sweep if measured.setting.workers] or sweep)
     dataset = library.dataset(with_workers.setting)
-    costs = measure_stages(dataset, with_workers.setting)
-    lines = [f"best setting: {chosen.setting.label(axes)}, {chosen.images_per_s:,.0f} images/s"]
+    if isinstance(library, OwnLibrary):
+        costs = measure_own_stages(dataset, with_workers.setting, library.collate)
+    else:
+        costs = measure_stages(dataset, with_workers.setting)
+    unit = "samples" if isinstance(library, OwnLibrary) else "images"
+    lines = [f"best setting: {chosen.setting.label(axes)}, {chosen.images_per_s:,.0f} {unit}/s"]
     if chosen.setting.workers == 0 < with_workers.setting.workers:
         lines.append(
             "but in training, the main process loads only while it does not train; with workers, the best is "
-            f"{with_workers.setting.label(axes)}, {with_workers.images_per_s:,.0f} images/s"
+            f"{with_workers.setting.label(axes)}, {with_workers.images_per_s:,.0f} {unit}/s"
         )
-    now, *tried = measure_all([with_workers.setting, *changes(with_workers.setting, usable_cores())])
-    lines += explain(now, tried, len(dataset))
-    return LoadingVerdict(chosen.setting, with_workers.setting, costs, now, tried, lines)
+    tried = []
+    if not (doubt := others.doubt()):
+        alternatives = changes(with_workers.setting, usable_cores(), isinstance(library, OwnLibrary))
+        tried = measure_all([with_workers.setting, *alternatives])
+        lines += explain(tried[0], tried[1:], len(dataset))
+        doubt = others.doubt()
+    if doubt:
+        return LoadingVerdict(None, with_workers.setting, costs, tried, [f"no verdict: {doubt}"])
+    return LoadingVerdict(chosen.setting, with_workers.setting, costs, tried, lines)
 
 
 def report(config: LoadingBenchConfig, measured: Any) -> str:
@@ -175,12 +221,16 @@ def report(config: LoadingBenchConfig, measured: Any) -> str:
         "settings": [{**dataclasses.asdict(m), "images_per_s": m.images_per_s} for m in sweep],
         "verdict": verdict and dataclasses.asdict(verdict),
     }
-    title = f"{config.path_to_folder or face_cache.TITLE}, {config.repeats} runs of {config.batches} batches each"
+    source = config.dataset or config.path_to_folder or face_cache.TITLE
+    title = f"{source}, {config.repeats} runs of {config.batches} batches each"
     x_title, x_values, curves = _curves(sweep, axes)
-    plot_sweep(config.output / "sweep.png", x_title, x_values, {"": curves}, title=title)
-    lines = _table(sweep, axes, config.batches)
+    plot_sweep(config.output / "sweep.png", x_title, x_values, {"": curves}, title=title, unit=config.unit)
+    lines = _table(sweep, axes, config)
     if verdict:
-        lines += ["", f"an image costs one worker, with {verdict.explained.label(axes)}:"]
+        lines += [
+            "",
+            f"{'a sample' if config.dataset else 'an image'} costs one worker, with {verdict.explained.label(axes)}:",
+        ]
         lines += [*_stage_table(verdict.stage_costs), "", *verdict.lines]
     if torch.cuda.is_available():
         lines.append("(every batch was copied to the GPU, which the stages of an image do not show)")
@@ -207,9 +257,9 @@ def _curves(
     return x_axis.replace("_", " "), values, curves
 
 
-def _table(sweep: list[LoadingMeasurement], axes: list[str], batches: int) -> list[str]:
+def _table(sweep: list[LoadingMeasurement], axes: list[str], config: LoadingBenchConfig) -> list[str]:
     width = max(len(measured.setting.label(axes)) for measured in sweep)
-    heading = f"{'':>{width}}   first batch   {batches:5} more batches [quartiles]   images/s"
+    heading = f"{'':>{width}}   first batch   {config.batches:5} more batches [quartiles]   {config.unit}/s"
     return [
         heading,
         *(

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import functools
 import statistics
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from common.benchmarking.timing import interleave
-from dataloading.bench.settings import Library, Setting
+from dataloading.bench.settings import Library, OwnLibrary, Setting
+from dataloading.doctor.watch.turn import alone, take_turn
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class LoadingMeasurement:
 
 
 def measure(
-    library: Library,
+    library: Library | OwnLibrary,
     settings: Sequence[Setting],
     *,
     batches: int,
@@ -63,12 +64,12 @@ def measure(
     named = {str(number): run for number, run in enumerate(runs.values())}
     rounds = len(interleave(named, repeats, after_round=after_round)["0"])
     return [
-        LoadingMeasurement(setting, run.images, run.first_batch[-rounds:], run.steady[-rounds:])
+        LoadingMeasurement(setting, batches * setting.batch_size, run.first_batch[-rounds:], run.steady[-rounds:])
         for setting, run in runs.items()
     ]
 
 
-def _run(library: Library, setting: Setting, batches: int) -> LoaderRun:
+def _run(library: Library | OwnLibrary, setting: Setting, batches: int) -> LoaderRun:
     make_loader = functools.partial(library.loader, setting)
     ahead, kept = setting.prefetch_factor * setting.workers, setting.persistent_workers
     return LoaderRun(make_loader, setting.workers, ahead, batches, library.device, kept)
@@ -101,31 +102,18 @@ class LoaderRun:
         self._loader = make_loader(self._going + batches + max(2, ahead))
         self.first_batch: list[float] = []
         self.steady: list[float] = []
-        self.images = 0  # that arrived in the last run's timed batches
 
     def __call__(self) -> float:
-        began = time.perf_counter()
-        iterator = iter(self._loader)
-        self._take(iterator, 1)
-        first = time.perf_counter()
-        self._take(iterator, self._going - 1)
-        self.images = 0
-        going = time.perf_counter()
-        self._take(iterator, self._batches)
-        end = time.perf_counter()
+        steps = take_turn(lambda: iter(self._loader), self._going, self._batches, rest=self._persistent)
+        turn = alone(steps, self._copy)
+        self.first_batch.append(turn.waits[0] + turn.uses[0])
+        self.steady.append(turn.steady_s)
+        return turn.steady_s
 
-        self.first_batch.append(first - began)
-        self.steady.append(end - going)
-        if self._persistent:  # otherwise prefetching would go on while another loader is timed
-            for _ in iterator:
-                pass
-        return end - going
-
-    def _take(self, iterator: Any, batches: int) -> None:
-        for _ in range(batches):
-            batch = next(iterator)
-            self.images += len(batch[0])
-            if self._device.type != "cpu":
-                batch[0].to(self._device, non_blocking=True)
-        if self._device.type == "cuda":
+    def _copy(self, number: int, batch: Any) -> None:
+        """Copy a batch to the device, and wait for it where a time is taken."""
+        if self._device.type == "cpu":
+            return
+        tree_map_only(torch.Tensor, lambda tensor: tensor.to(self._device, non_blocking=True), batch)
+        if number + 1 in (1, self._going, self._going + self._batches):
             torch.cuda.synchronize(self._device)

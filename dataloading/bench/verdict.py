@@ -36,10 +36,11 @@ def cost(measured: LoadingMeasurement) -> tuple[float, ...]:
     return setting.workers, setting.fetch_threads, memory, -measured.images_per_s
 
 
-def changes(setting: Setting, cores: int) -> list[Setting]:
+def changes(setting: Setting, cores: int, own: bool = False) -> list[Setting]:
     """The settings to compare with this one, each of which differs in what may be its limit.
 
     :param cores: number of usable cores
+    :param own: whether the data set is somebody's own; then there are no loader, decoder and augmentation to choose
     """
     alternatives = (
         {"loader": "fast"},
@@ -51,7 +52,9 @@ def changes(setting: Setting, cores: int) -> list[Setting]:
         {"persistent_workers": True},
         {"augmentation": "none"},
     )
-    changed = (dataclasses.replace(setting, **change).canonical() for change in alternatives)
+    fixed = ("loader", "decoder", "augmentation") if own else ()
+    possible = (change for change in alternatives if not change.keys() & fixed)
+    changed = (dataclasses.replace(setting, **change).canonical() for change in possible)
     return [one for one in dict.fromkeys(changed) if one != setting]
 
 

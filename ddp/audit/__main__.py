@@ -16,8 +16,8 @@ from __future__ import annotations
 import json
 import sys
 
-from common.cli import command, parse
-from ddp.audit.audit import AuditConfig, audit, split_arguments
+from common.cli import command, parse, split_arguments
+from ddp.audit.audit import AuditConfig, audit
 from ddp.audit.names import explain
 
 

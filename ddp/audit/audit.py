@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import os
 import sys
@@ -12,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from common.cli import flag_of, option
+from common.cli import option
 from common.errors import UsageError
 from common.foreign_script import start
 from common.foreign_script.run import Outcome
@@ -185,22 +184,6 @@ def _run_again(config: AuditConfig, folder: Path, script: Sequence[str], ranks: 
             sys.stderr.write("".join(own.splitlines(keepends=True)[-OUTPUT_LINES:-1]))
             raise UsageError(f"{' '.join(script)} {'hangs' if outcome.status is None else 'fails'}")
         return trace
-
-
-def split_arguments(arguments: Sequence[str], config_type: type) -> tuple[list[str], list[str]]:
-    """A command's own arguments, and the script with its own: from ``--`` on, or from the first that is no flag or its value.
-
-    :param config_type: the dataclass of the command's own arguments
-    """
-    with_value = {flag_of(field.name) for field in dataclasses.fields(config_type) if field.type != "bool"}
-    own, script = list[str](), list(arguments)
-    while script and script[0].startswith("-") and script[0] != "-m":
-        flag = script.pop(0)
-        if flag == "--":
-            break
-        own += [flag, *(script[:1] if flag in with_value else [])]
-        del script[: flag in with_value]
-    return own, script
 
 
 def require_script(script: Sequence[str]) -> None:

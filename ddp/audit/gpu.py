@@ -13,12 +13,12 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.cli import command, option, parse
+from common.cli import command, option, parse, split_arguments
 from common.errors import UsageError
 from common.foreign_script import start
 from common.foreign_script.failure import why_failed
 from common.foreign_script.run import injected, run
-from ddp.audit.audit import require_script, split_arguments
+from ddp.audit.audit import require_script
 from ddp.audit.launch import SYNC_BATCHNORM
 
 

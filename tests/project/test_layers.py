@@ -55,7 +55,7 @@ LAYERS = (
         "ddp.fast",
         "ddp.sharded",
     ),
-    ("dataloading.bench", "dataparallel.train", "ddp.job"),
+    ("dataloading.bench", "dataloading.doctor", "dataparallel.train", "ddp.job"),
     ("dataloading.ladder", "dataloading.lfw_dataset", "dataparallel.bench", "ddp.checkpoint"),
     ("ddp.evaluate", "ddp.network", "ddp.resilience"),
     ("ddp.train",),

@@ -1,0 +1,54 @@
+"""Says why loading is slow in a training script: any script with a ``DataLoader``, unchanged.
+
+    python -m dataloading.doctor -- train.py --epochs 2
+    python -m dataloading.doctor --seconds 60 -- -m package.module
+
+The script runs for some seconds under watch, in one process, and is ended then. For each loader, by the line that made it, it is printed
+whether training waits for it, where the time goes, in which lines, and what is wrong. For those that it waits for, other settings are
+tried in the script's own loop. The best is put into another run from outside, whose time is predicted before.
+
+The exit status is 1 if something is wrong, 0 if nothing is, and 2 if the script failed or has no loader.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from common.cli import command, parse, split_arguments
+from common.errors import UsageError
+from dataloading.doctor.causes import MATTERS
+from dataloading.doctor.examine import DoctorConfig, Examined, examine, launch, require_script
+
+
+@command
+def main() -> None:
+    own, script = split_arguments(sys.argv[1:], DoctorConfig)
+    config = parse(DoctorConfig, "dataloading.doctor", __doc__, own)
+    require_script(script)
+    examined = examine(config, script, lambda line: print(line, flush=True))
+    if examined.failed:
+        raise UsageError(examined.failed)
+    if not examined.hangs and config.trials:
+        advise(config, script, examined)
+    if examined.hangs or any(examined.causes.values()):
+        sys.exit(1)
+    print("nothing wrong was found")
+
+
+def advise(config: DoctorConfig, script: Sequence[str], examined: Examined) -> None:
+    """Try settings for the loaders that matter, and check the best in a run of the script."""
+    from dataloading.doctor.script_run import Script
+    from dataloading.doctor.trials import check_best, try_settings  # torch, which --help does without
+
+    arguments, environment, needed = launch(config, script)
+    for loader in examined.loaders:
+        if loader.share >= MATTERS and loader.line:
+            tried = try_settings(run := Script(arguments, environment, loader.line, tuple(needed)), config.trials)
+            print(*tried.lines, sep="\n", flush=True)
+            if tried.gains:
+                check_best(run, tried, config.seconds)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""A run of somebody's script, whose loader takes turns that this process asks for; see dataloading/doctor/watch/rehearsal.py."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import tempfile
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Client, Listener
+from pathlib import Path
+from typing import Any
+
+from common.child_processes import descendants, end_all_but
+from common.foreign_script.failure import why_failed
+from common.foreign_script.run import Outcome, injected, run
+from dataloading.doctor.examine import WATCH
+
+START_S = 300.0  # for a script to come to its loader
+GRACE_S = 30.0
+LONGEST_S = 3600.0
+
+
+class ScriptEnded(Exception):
+    """The script has ended, or does not answer; the text says why."""
+
+
+@dataclass(frozen=True)
+class Script:
+    """A script and its loader.
+
+    :param command: as for ``common.foreign_script.run.run``
+    :param environment: of its processes
+    :param place: ``file:line`` that makes the loader, as the watch names it
+    :param watches: other packages to load in each process, as for ``injected``
+    """
+
+    command: Sequence[str]
+    environment: Mapping[str, str]
+    place: str
+    watches: tuple[Path, ...] = ()
+
+
+class ScriptRun:
+    """A run of a script, from entering a block to leaving it.
+
+    :ivar facts: of its loader
+    :param setting: to put in from outside; None for a rehearsal
+    :param limit_s: seconds for a batch of a rehearsal; seconds of an epoch that a check times
+    """
+
+    facts: dict[str, Any]
+
+    def __init__(self, script: Script, setting: Mapping[str, Any] | None, limit_s: float) -> None:
+        self._script, self._setting, self._limit_s = script, setting, limit_s
+        self._outcome: Outcome | None = None
+
+    def __enter__(self) -> ScriptRun:
+        self._folder = tempfile.TemporaryDirectory()
+        self._address = os.path.join(self._folder.name, "address")
+        self._listener = Listener(self._address, "AF_UNIX")
+        self._before = descendants()
+        self._thread = threading.Thread(target=self._run, args=(Path(self._folder.name),))
+        self._thread.start()
+        try:
+            self._script_end = self._listener.accept()
+            self.facts = self.receive(START_S)
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def _run(self, folder: Path) -> None:
+        environment = {
+            **self._script.environment,
+            **injected(*self._script.watches, WATCH),
+            "LOADER_DOCTOR_ADDRESS": self._address,
+            "LOADER_DOCTOR_PLACE": self._script.place,
+            "LOADER_DOCTOR_SETTING": json.dumps(self._setting),
+            "LOADER_DOCTOR_LIMIT_S": str(self._limit_s),
+        }
+        self._outcome = run(self._script.command, environment, LONGEST_S, folder, folder / "output")
+        with contextlib.suppress(OSError):
+            Client(self._address).close()  # whoever waits for the script learns that it has ended
+
+    def ask(self, setting: Mapping[str, Any], batches: int) -> dict[str, Any]:
+        """Let the loader take a turn with a setting.
+
+        :raises ScriptEnded: instead
+        """
+        with contextlib.suppress(OSError):  # it has ended; then nothing can be received either
+            self._script_end.send((setting, batches))
+        return self.receive(10 * self._limit_s)
+
+    def receive(self, seconds: float) -> dict[str, Any]:
+        """The next message of the script: an epoch of a check.
+
+        :raises ScriptEnded: if there is none
+        """
+        if not self._script_end.poll(seconds):
+            raise ScriptEnded(f"the script said nothing for {seconds:.0f} s")
+        try:
+            received: dict[str, Any] = self._script_end.recv()
+            return received
+        except (EOFError, ConnectionResetError):
+            self._thread.join(GRACE_S)
+            fine = self._outcome is None or self._outcome.status == 0
+            raise ScriptEnded("the script ended" if fine else why_failed(self._outcome)) from None
+
+    def __exit__(self, *_: object) -> None:
+        end_all_but(self._before, patiently=False)
+        self._thread.join()
+        self._listener.close()
+        self._folder.cleanup()

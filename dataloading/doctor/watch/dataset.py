@@ -1,0 +1,119 @@
+"""What a loader is, and what its data set holds that makes workers slow: lists of many objects, tensors, open files and databases."""
+
+from __future__ import annotations
+
+import inspect
+import io
+import multiprocessing
+import sys
+import tarfile
+import zipfile
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils import data
+
+from .events import is_own
+
+MANY = 20_000  # objects whose reference counts fill many pages
+HANDLES = (zipfile.ZipFile, tarfile.TarFile)
+HANDLE_MODULES = ("h5py", "lmdb", "sqlite3", "socket", "psycopg2", "pymysql", "redis", "pymongo", "netCDF4")
+
+
+def describe(loader: data.DataLoader[Any]) -> dict[str, Any]:
+    """A loader's settings, and what its data set holds: for each, the class or module, its file, the attribute, and its kind."""
+    dataset, context = loader.dataset, loader.multiprocessing_context or multiprocessing
+    length, iterable = _length(dataset), isinstance(dataset, data.IterableDataset)
+    held = list(_held(dataset))
+    return {
+        "dataset": type(dataset).__name__,
+        "generator": any(inspect.isgenerator(one) for one in (dataset, *(value for _, _, value in held))),
+        "samples": length,
+        "batches": None if iterable else _length(loader),  # asked of a stream, it would warn later
+        "batch_size": loader.batch_size or getattr(loader.batch_sampler, "batch_size", None),
+        "workers": loader.num_workers,
+        "method": context.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0],
+        "persistent": loader.persistent_workers,
+        "prefetch": loader.prefetch_factor or 0,
+        "pin": loader.pin_memory,
+        "getitem": _line_of_method(dataset),
+        "collate": getattr(loader.collate_fn, "__name__", type(loader.collate_fn).__name__),
+        "handles": [(*_place(owner), name, type(value).__name__) for owner, name, value in held if _is_handle(value)],
+        "lists": [
+            (*_place(owner), name, f"{type(value).__name__} of {len(value):,}")
+            for owner, name, value in held
+            if isinstance(value, (list, tuple, dict)) and len(value) >= MANY
+        ],
+        "tensors": [
+            (*_place(owner), name, type(value).__name__)
+            for owner, name, value in held
+            if length
+            and any(_is_array(one) and len(one) >= length for one in (value if isinstance(value, tuple) else (value,)))
+        ],
+    }
+
+
+def _length(value: Any) -> int | None:
+    try:
+        return len(value)
+    except (TypeError, AttributeError, NotImplementedError):
+        return None
+
+
+def _is_array(value: Any) -> bool:
+    return isinstance(value, (torch.Tensor, np.ndarray)) and value.ndim > 0 and not isinstance(value, np.memmap)
+
+
+def _is_handle(value: Any) -> bool:
+    if isinstance(value, io.IOBase):
+        try:
+            return not value.closed and value.fileno() > 2
+        except (OSError, ValueError):
+            return False  # a file in memory
+    return isinstance(value, HANDLES) or type(value).__module__.partition(".")[0].lstrip("_") in HANDLE_MODULES
+
+
+def _place(owner: Any) -> tuple[str, str]:
+    """The file that makes an attribute, and the class; the class is empty for a module."""
+    if inspect.ismodule(owner):
+        return owner.__file__ or "", ""
+    try:
+        return inspect.getsourcefile(type(owner)) or "", type(owner).__name__
+    except TypeError:  # a class of a notebook
+        return "", type(owner).__name__
+
+
+def _line_of_method(dataset: Any) -> str:
+    """``file:line`` of the method that makes a sample; empty if it is in no file of the script."""
+    for name in ("__getitems__", "__getitem__", "__iter__"):
+        code = getattr(getattr(type(dataset), name, None), "__code__", None)
+        if code is not None and is_own(code.co_filename):
+            return f"{code.co_filename}:{code.co_firstlineno}"
+    return ""
+
+
+def _held(dataset: Any) -> Iterator[tuple[Any, str, Any]]:
+    """The attributes of a data set and of what it wraps, and the globals that its methods name."""
+    todo, seen = [dataset], set[int]()
+    while todo:
+        one = todo.pop()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        for name, value in getattr(one, "__dict__", {}).items():
+            yield one, name, value
+            inner = value if isinstance(value, (list, tuple)) and len(value) < 100 else [value]
+            todo += [part for part in inner if isinstance(part, data.Dataset) or _is_of_script(part)]
+        for name in ("__getitem__", "__getitems__", "__iter__"):
+            method = getattr(type(one), name, None)
+            for used in getattr(getattr(method, "__code__", None), "co_names", ()):
+                module = sys.modules.get(getattr(method, "__module__", ""))
+                if module is not None and used in vars(module):
+                    yield module, used, vars(module)[used]
+
+
+def _is_of_script(value: Any) -> bool:
+    file = getattr(sys.modules.get(type(value).__module__), "__file__", None)
+    return file is not None and is_own(file)

@@ -1,0 +1,133 @@
+"""What happens in a worker, or in the main process without workers: samples, collate, and the way to the main process."""
+
+from __future__ import annotations
+
+import faulthandler
+import heapq
+import os
+import signal
+import time
+from collections.abc import Iterator
+from multiprocessing import reduction
+from typing import Any
+
+import torch
+from torch.utils import data
+
+# HACK: DataLoader's own parts.
+from torch.utils.data._utils import fetch, worker
+
+from .events import emit, file_of, replace, where
+from .sampling import sampler
+
+SLOWEST = 3  # samples of each batch that are named
+LONG_S = 0.01  # of a sample, which is worth a look at how long it waited for a core
+
+
+class _Fetch:
+    """The batch that is being fetched.
+
+    :ivar samples: the seconds and the index of each sample that was fetched alone
+    """
+
+    def __init__(self) -> None:
+        self.samples: list[tuple[float, Any]] = []
+        self.collate = 0.0
+
+    def one_by_one(self, indices: Any) -> Iterator[Any]:
+        """The indices; whoever asks for the next has fetched the one before."""
+        late, computed = sampler.late(), time.thread_time()
+        for index in indices:
+            began = time.monotonic()
+            yield index
+            seconds = time.monotonic() - began
+            if seconds > LONG_S:  # it may have waited for a core that other programs used, as the sampler did
+                before, late, computed_before, computed = late, sampler.late(), computed, time.thread_time()
+                seconds -= min(seconds, max(0.0, late - before - (computed - computed_before)))
+            self.samples.append((seconds, index))
+
+
+_now = _Fetch()
+
+
+@replace(fetch._BaseDatasetFetcher, "__init__")
+def make(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+    original(self, *args, **kwargs)
+    collate = self.collate_fn
+
+    def timed_collate(samples: Any) -> Any:
+        began = time.monotonic()
+        try:
+            return collate(samples)
+        finally:
+            _now.collate += time.monotonic() - began
+
+    self.collate_fn = timed_collate
+
+
+@replace(fetch._MapDatasetFetcher, "fetch")
+def fetch_samples(original: Any, self: Any, indices: Any) -> Any:
+    one_by_one = self.auto_collation and not getattr(self.dataset, "__getitems__", None)
+    return _fetch(original, self, indices, one_by_one)
+
+
+@replace(fetch._IterableDatasetFetcher, "fetch")
+def fetch_next(original: Any, self: Any, indices: Any) -> Any:
+    return _fetch(original, self, indices, False)
+
+
+def _fetch(original: Any, self: Any, indices: Any, one_by_one: bool) -> Any:
+    global _now
+    _now = now = _Fetch()
+    began = time.monotonic()
+    fetched = original(self, now.one_by_one(indices) if one_by_one else indices)
+    emit(
+        "fetch",
+        loader=sampler.loader,
+        began=began,
+        ended=time.monotonic(),
+        collate=now.collate,
+        samples=len(indices) if hasattr(indices, "__len__") else 1,
+        slowest=[
+            (str(index), seconds) for seconds, index in heapq.nlargest(SLOWEST, now.samples, key=lambda one: one[0])
+        ],
+    )
+    return fetched
+
+
+@replace(reduction.ForkingPickler, "dumps")
+def send(original: Any, value: Any, *args: Any) -> Any:
+    """In a worker, the queue's thread turns a batch into bytes, and copies what is not in shared memory yet."""
+    began = time.monotonic()
+    sent = original(value, *args)
+    if data.get_worker_info() is not None:
+        emit("sent", seconds=time.monotonic() - began, bytes=len(sent))
+    return sent
+
+
+@replace(worker, "_worker_loop")
+def work(original: Any, *args: Any, **kwargs: Any) -> None:
+    emit("worker")
+    listen()
+    sampler.start()
+    try:
+        original(*args, **kwargs)
+    finally:
+        sampler.stop()
+        sampler.write()
+
+
+@replace(torch, "set_num_threads")
+def set_threads(original: Any, number: int) -> None:
+    """The script's own call in a worker, not that of torch's loop."""
+    if data.get_worker_info() is not None and (line := where()):
+        emit("set_threads", threads=number, line=line)
+    original(number)
+
+
+def listen() -> None:
+    """Write the stacks of all threads on SIGUSR2, also while a thread holds the GIL. Above them stands the process."""
+    stack = file_of("stack")
+    os.pwrite(stack, f"{os.getpid():>10}\n".encode(), 0)
+    os.lseek(stack, 0, os.SEEK_END)
+    faulthandler.register(signal.SIGUSR2, stack)

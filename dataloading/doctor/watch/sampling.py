@@ -1,0 +1,157 @@
+"""A profile: every few milliseconds a thread looks at which line of the script the main thread is, and at what that calls.
+
+The thread ends before a fork and begins again after it, so that no child is made while it holds a lock.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import sys
+import threading
+import time
+from collections import defaultdict
+from pathlib import Path
+from types import FrameType
+
+from .events import frames, is_own, line_of, path_of, watched
+
+INTERVAL_S = 0.005
+WRITE_S, WRITE_SHARE = 1.0, 0.005  # the least time between two writes, and the share of time that they may take
+FETCH = "torch.utils.data._utils.fetch"
+# Where the main process waits for a batch, and a worker for indices.
+WAITS = {"_worker_loop", "_get_data", "_try_get_data"}
+BUSY = 0.1  # of the main thread's processor time, with which another thread counts
+THREAD = "loader-doctor"
+
+
+class Sampler:
+    """The profile of this process. A sample weighs the time since the one before, since the thread may have waited for the GIL.
+
+    :ivar seconds: by loader, phase (``getitem``, ``collate``, ``waiting`` or ``other``), line of the script, and the innermost
+        function below it
+    :ivar memory: at times, the bytes that are resident, and those of them that no other process shares
+    :ivar loader: the one that the main thread has asked last
+    """
+
+    def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin anew, also in a forked process, in which there is no thread."""
+        self.seconds = defaultdict[tuple[int, str, str, str], float](float)
+        self.memory: list[tuple[float, int, int]] = []
+        self.loader = -1
+        self._late, self._woke = 0.0, time.monotonic()
+        self._thread: threading.Thread | None = None
+        self._stop = threading.Event()
+
+    def start(self) -> None:
+        if self._thread is None and watched():
+            self._stop.clear()
+            self._thread = threading.Thread(target=self._run, name=THREAD, daemon=True)
+            self._thread.start()
+
+    def stop(self) -> None:
+        """Let the thread end; it holds no lock afterwards."""
+        if self._thread is not None:
+            self._stop.set()
+            self._thread.join()
+            self._thread = None
+
+    def late(self) -> float:
+        """Seconds by which the thread has woken too late, since other threads or programs used the cores."""
+        return self._late + max(0.0, time.monotonic() - self._woke - 2 * INTERVAL_S)
+
+    def write(self) -> None:
+        """Write all of it, to be read at any time."""
+        self.memory.append((time.monotonic(), *_memory()))
+        content = {
+            "seconds": [[*place, seconds] for place, seconds in self.seconds.items()],
+            "memory": self.memory,
+            "busy_threads": _busy_threads(),
+        }
+        Path(path_of("profile.new")).write_text(json.dumps(content))
+        os.replace(path_of("profile.new"), path_of("profile"))
+
+    def _run(self) -> None:
+        main, pause = threading.main_thread().ident or 0, 0.0
+        written = self._woke = time.monotonic()
+        while not self._stop.wait(INTERVAL_S) and watched():
+            frame, now = sys._current_frames().get(main), time.monotonic()
+            if frame is not None:
+                self.seconds[(self.loader, *_place(frame))] += now - self._woke
+            self._late, self._woke = self.late(), now
+            if now - written > pause:
+                self.write()
+                written = self._woke = time.monotonic()
+                pause = max(WRITE_S, (written - now) / WRITE_SHARE)
+
+
+def _place(innermost: FrameType) -> tuple[str, str, str]:
+    """The phase, the innermost line of the script within it, and the innermost function if that is another."""
+    own, phase, fetches = None, "other", "getitem"
+    for frame in frames(innermost):
+        code = frame.f_code
+        if own is None and is_own(code.co_filename):
+            own = frame
+        if code.co_name == "timed_collate":
+            fetches = "collate"
+        if code.co_name == "fetch" and frame.f_globals.get("__name__") == FETCH:
+            phase = fetches
+            break
+        if code.co_name in WAITS:
+            return "waiting", "", ""
+    function = "" if innermost is own else f"{innermost.f_globals.get('__name__')}.{innermost.f_code.co_name}"
+    return phase, line_of(own), function
+
+
+def _memory() -> tuple[int, int]:
+    sizes = dict.fromkeys(("Rss:", "Private_Clean:", "Private_Dirty:"), 0)
+    with contextlib.suppress(OSError), open("/proc/self/smaps_rollup") as file:
+        for line in file:
+            name, value, *_ = line.split()
+            if name in sizes:
+                sizes[name] = int(value) << 10
+    resident, *private = sizes.values()
+    return resident, sum(private)
+
+
+def _busy_threads() -> int:
+    """Threads that compute and are none of Python's, such as those of OpenMP and OpenCV."""
+    ticks = {}
+    with contextlib.suppress(OSError):
+        for task in Path("/proc/self/task").iterdir():
+            fields = (task / "stat").read_text().rpartition(")")[2].split()
+            ticks[int(task.name)] = int(fields[11]) + int(fields[12])
+    least = max(BUSY * ticks.get(os.getpid(), 0), 5)
+    python = {thread.native_id for thread in threading.enumerate()}
+    return sum(count >= least for task, count in ticks.items() if task not in python)
+
+
+sampler = Sampler()
+_running_before_fork = False
+
+
+def _before_fork() -> None:
+    global _running_before_fork
+    _running_before_fork = sampler._thread is not None and threading.current_thread() is not sampler._thread
+    if _running_before_fork:
+        sampler.stop()
+
+
+def _after_fork() -> None:
+    if _running_before_fork:
+        sampler.start()
+
+
+@atexit.register
+def _at_exit() -> None:
+    if sampler.seconds and watched():
+        sampler.stop()
+        sampler.write()
+
+
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=sampler.forget)

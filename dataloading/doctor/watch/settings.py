@@ -1,0 +1,212 @@
+"""A loader with other settings than those that it was made with, over the same data set, sampler and collate function.
+
+A setting is a dict: ``DataLoader``'s own arguments by their names, and three that it has not: ``fetch_threads``, the threads that
+fetch the samples of a batch; ``whole_batches``, one call of the data set with all indices of a batch; ``one_thread``, no threads of
+torch and OpenCV within a worker. (``FastLoader`` fills whole batches of image files, so it cannot take anybody's data set.) It
+imports torch alone, since it also runs in the processes of somebody's script.
+"""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_structure
+from torch.utils.data import DataLoader, IterableDataset, default_collate, default_convert
+
+from .turn import take_turn
+
+# HACK: the attribute of DataLoader behind its property ``multiprocessing_context``. If torch renames it, no start method is tried.
+CONTEXT = "_DataLoader__multiprocessing_context"
+Setting = dict[str, Any]
+
+
+def present(loader: DataLoader[Any]) -> Setting:
+    """The setting that a loader was made with."""
+    setting: Setting = {"num_workers": loader.num_workers}
+    if loader.num_workers:
+        setting |= {
+            "prefetch_factor": loader.prefetch_factor,
+            "persistent_workers": loader.persistent_workers,
+            "in_order": loader.in_order,
+            "multiprocessing_context": start_method(loader),
+        }
+    return setting
+
+
+def start_method(loader: DataLoader[Any]) -> str:
+    """How the workers of a loader are started."""
+    context: Any = loader.multiprocessing_context or multiprocessing
+    default = multiprocessing.get_all_start_methods()[0]
+    return str(context.get_start_method(allow_none=True) or default)  # the script may still choose another
+
+
+def put_in(loader: DataLoader[Any], setting: Setting) -> None:
+    """Change a loader's settings. An iterator that it has made before keeps the old ones."""
+    values = vars(loader)  # DataLoader itself refuses to have some of them changed
+    own = {"fetch_threads", "whole_batches", "one_thread", "multiprocessing_context"}
+    values.update({name: value for name, value in setting.items() if name not in own})
+    values["_iterator"] = None
+    if method := setting.get("multiprocessing_context"):
+        values[CONTEXT] = multiprocessing.get_context(method)
+    if not loader.num_workers:
+        values.update({"prefetch_factor": None, "persistent_workers": False, "timeout": 0, CONTEXT: None})
+    elif loader.prefetch_factor is None:
+        values["prefetch_factor"] = 2
+    if threads := setting.get("fetch_threads"):
+        values["dataset"] = ThreadedFetch(loader.dataset, threads)
+    if setting.get("one_thread"):
+        values["worker_init_fn"] = OneThread(loader.worker_init_fn)
+    if setting.get("whole_batches"):
+        values.update(
+            sampler=loader.batch_sampler,
+            batch_sampler=None,
+            batch_size=None,
+            collate_fn=default_convert,
+            drop_last=False,
+        )
+
+
+def changed(loader: DataLoader[Any], setting: Setting) -> DataLoader[Any]:
+    """A copy of a loader with another setting; it has no workers yet."""
+    twin = object.__new__(type(loader))
+    vars(twin).update(vars(loader))
+    put_in(twin, setting)
+    return twin
+
+
+def length_of(loader: DataLoader[Any]) -> int | None:
+    """The number of its batches; None if it does not tell, or has no end."""
+    try:
+        return len(getattr(loader._index_sampler, "of", loader))
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def loader_turn(
+    loader: DataLoader[Any],
+    counted: int,
+    *,
+    begin: Callable[[DataLoader[Any]], Iterator[Any]] = DataLoader.__iter__,
+    patience_s: float = 0.0,
+    interrupted: Callable[[], bool] = lambda: False,
+) -> Any:
+    """A turn of a loader: a whole epoch if it is short, or else so many batches and those before and after them.
+
+    :param begin: ``DataLoader.__iter__``, which may have been replaced
+    """
+    head = max(1, loader.num_workers)
+    ahead = max(1, loader.num_workers * (loader.prefetch_factor or 0))
+    length, fresh = length_of(loader), loader._iterator is None
+    whole = length is not None and length <= head + counted + ahead
+    rest, limited = whole, loader
+    if loader.persistent_workers and not whole and not isinstance(loader.dataset, IterableDataset):
+        rest, limited = True, loader
+        _limit(loader, head + counted + ahead)  # or else its workers would go on while other loaders take their turns
+    if whole and length is not None:
+        counted = max(1, length - head)
+    return take_turn(
+        lambda: begin(limited),
+        head,
+        counted,
+        rest=rest,
+        fresh=fresh,
+        patience_s=patience_s,
+        interrupted=interrupted,
+    )
+
+
+def _limit(loader: DataLoader[Any], batches: int) -> None:
+    name = "batch_sampler" if loader.batch_sampler is not None else "sampler"
+    if not isinstance(getattr(loader, name), First):
+        vars(loader)[name] = First(getattr(loader, name))
+    getattr(loader, name).most = batches  # in its place, since persistent workers' iterator refers to it
+
+
+class First:
+    """The first so many of what a sampler gives."""
+
+    most = 0
+
+    def __init__(self, of: Any) -> None:
+        self.of = of
+
+    def __len__(self) -> int:
+        return min(self.most, len(self.of))
+
+    def __iter__(self) -> Iterator[Any]:
+        return itertools.islice(self.of, self.most)
+
+
+class ThreadedFetch:
+    """Anybody's data set, the samples of a batch fetched in threads; as ``ThreadedFetch`` of dataloading/dataset/batches.py."""
+
+    def __init__(self, dataset: Any, threads: int) -> None:
+        self.dataset, self.threads = dataset, threads
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.dataset[index]
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "dataset":  # while it is unpickled
+            raise AttributeError(name)
+        return getattr(self.dataset, name)
+
+    def __getitems__(self, indices: list[Any]) -> list[Any]:
+        with ThreadPoolExecutor(self.threads, "fetch") as pool:
+            return list(pool.map(self.dataset.__getitem__, indices))
+
+
+class OneThread:
+    """A ``worker_init_fn`` after which torch and OpenCV use one thread.
+
+    :param then: the loader's own, which is called before
+    """
+
+    def __init__(self, then: Callable[[int], object] | None) -> None:
+        self._then = then
+
+    def __call__(self, worker: int) -> None:
+        if self._then:
+            self._then(worker)
+        torch.set_num_threads(1)
+        if opencv := sys.modules.get("cv2"):
+            opencv.setNumThreads(0)
+
+
+def facts_of(loader: DataLoader[Any]) -> dict[str, Any]:
+    """The facts of a loader that a search needs."""
+    iterable = isinstance(loader.dataset, IterableDataset)
+    return {
+        "present": present(loader),
+        "length": length_of(loader),
+        "dataset": type(loader.dataset).__name__,
+        "threads": not iterable and loader.batch_sampler is not None and not hasattr(loader.dataset, "__getitems__"),
+        "whole_batches": not iterable and _gives_whole_batches(loader),
+        "one_thread": bool(loader.worker_init_fn or "cv2" in sys.modules),
+        "start_method": start_method(loader),
+        "fork": not torch.cuda.is_initialized(),
+    }
+
+
+def _gives_whole_batches(loader: DataLoader[Any]) -> bool:
+    """Whether ``dataset[indices]`` is what collating ``dataset[index]`` gives, as of tensors in memory."""
+    dataset: Any = loader.dataset
+    if loader.batch_sampler is None or loader.collate_fn is not default_collate or hasattr(dataset, "__getitems__"):
+        return False
+    try:
+        indices = [0, len(dataset) - 1]
+        whole, collated = default_convert(dataset[indices]), default_collate([dataset[index] for index in indices])
+        return tree_structure(whole) == tree_structure(collated) and all(
+            map(torch.equal, tree_leaves(whole), tree_leaves(collated))
+        )
+    except Exception:  # most data sets take no list
+        return False
