@@ -1,4 +1,4 @@
-"""What is wrong with a loader: from measurements to named causes, each with the line to blame."""
+"""From measurements of a loader to named causes, each with the line to blame."""
 
 from __future__ import annotations
 

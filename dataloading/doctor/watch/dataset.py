@@ -1,4 +1,4 @@
-"""What a loader is, and what its data set holds that makes workers slow: lists of many objects, tensors, open files and databases."""
+"""The settings of a loader, and what in its data set makes workers slow: long lists, tensors, open files and databases."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What happens in a worker, or in the main process without workers: samples, collate, and the way to the main process."""
+"""The work of a worker, or of the main process without workers: samples, collate, and the way to the main process."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SLOWEST = 3  # samples of each batch that are named
 LONG_S = 0.01  # of a sample, which is worth a look at how long it waited for a core
 
 
-class _Fetch:
+class Fetch:
     """The batch that is being fetched.
 
     :ivar samples: the seconds and the index of each sample that was fetched alone
@@ -47,7 +47,7 @@ class _Fetch:
             self.samples.append((seconds, index))
 
 
-_now = _Fetch()
+_now = Fetch()
 
 
 @replace(fetch._BaseDatasetFetcher, "__init__")
@@ -78,7 +78,7 @@ def fetch_next(original: Any, self: Any, indices: Any) -> Any:
 
 def _fetch(original: Any, self: Any, indices: Any, one_by_one: bool) -> Any:
     global _now
-    _now = now = _Fetch()
+    _now = now = Fetch()
     began = time.monotonic()
     fetched = original(self, now.one_by_one(indices) if one_by_one else indices)
     emit(
