@@ -113,8 +113,7 @@ def work(original: Any, *args: Any, **kwargs: Any) -> None:
     try:
         original(*args, **kwargs)
     finally:
-        sampler.stop()
-        sampler.write()
+        sampler.finish()
 
 
 @replace(torch, "set_num_threads")
