@@ -101,7 +101,7 @@ def send(original: Any, value: Any, *args: Any) -> Any:
     began = time.monotonic()
     sent = original(value, *args)
     if data.get_worker_info() is not None:
-        emit("sent", seconds=time.monotonic() - began, bytes=len(sent))
+        emit("sent", seconds=time.monotonic() - began)
     return sent
 
 
@@ -120,7 +120,7 @@ def work(original: Any, *args: Any, **kwargs: Any) -> None:
 def set_threads(original: Any, number: int) -> None:
     """The script's own call in a worker, not that of torch's loop."""
     if data.get_worker_info() is not None and (line := where()):
-        emit("set_threads", threads=number, line=line)
+        emit("set_threads", line=line)
     original(number)
 
 
