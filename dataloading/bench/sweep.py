@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map_only
 
 from common.benchmarking.timing import interleave
 from dataloading.bench.settings import Library, OwnLibrary, Setting
-from dataloading.doctor.rehearsal.turn import alone, take_turn
+from dataloading.doctor.watch.turn import alone, take_turn
 
 
 @dataclass(frozen=True)

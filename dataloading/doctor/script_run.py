@@ -1,4 +1,4 @@
-"""A run of somebody's script, whose loader takes turns that this process asks for; see dataloading/doctor/rehearsal."""
+"""A run of somebody's script, whose loader takes turns that this process asks for; see dataloading/doctor/watch/rehearsal.py."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import Client, Connection, Listener
+from multiprocessing.connection import Client, Listener
 from pathlib import Path
 from typing import Any
 
 from common.child_processes import descendants, end_all_but
 from common.foreign_script.failure import why_failed
 from common.foreign_script.run import Outcome, injected, run
-from dataloading.doctor.rehearsal import ADDRESS_VARIABLE, LIMIT_VARIABLE, PLACE_VARIABLE, SETTING_VARIABLE
+from dataloading.doctor.examine import WATCH
 
-REHEARSAL = Path(__file__).parent / "rehearsal" / "__init__.py"
 START_S = 300.0  # for a script to come to its loader
 GRACE_S = 30.0
+LONGEST_S = 3600.0
 
 
 class ScriptEnded(Exception):
@@ -33,7 +33,7 @@ class Script:
 
     :param command: as for ``common.foreign_script.run.run``
     :param environment: of its processes
-    :param place: ``file:line`` that makes the loader
+    :param place: ``file:line`` that makes the loader, as the watch names it
     :param watches: other packages to load in each process, as for ``injected``
     """
 
@@ -46,7 +46,7 @@ class Script:
 class ScriptRun:
     """A run of a script, from entering a block to leaving it.
 
-    :ivar facts: of its loader, from the rank that came first
+    :ivar facts: of its loader
     :param setting: to put in from outside; None for a rehearsal
     :param limit_s: seconds for a batch of a rehearsal; seconds of an epoch that a check times
     """
@@ -55,69 +55,54 @@ class ScriptRun:
 
     def __init__(self, script: Script, setting: Mapping[str, Any] | None, limit_s: float) -> None:
         self._script, self._setting, self._limit_s = script, setting, limit_s
-        self._ranks: list[Connection] = []
         self._outcome: Outcome | None = None
 
     def __enter__(self) -> ScriptRun:
         self._folder = tempfile.TemporaryDirectory()
-        folder = Path(self._folder.name)
-        self._address = os.fspath(folder / "address")
-        self._listener = Listener(self._address, "AF_UNIX", backlog=16)
+        self._address = os.path.join(self._folder.name, "address")
+        self._listener = Listener(self._address, "AF_UNIX")
         self._before = descendants()
-        self._thread = threading.Thread(target=self._run, args=(folder,))
+        self._thread = threading.Thread(target=self._run, args=(Path(self._folder.name),))
         self._thread.start()
         try:
-            self.facts = self._meet()
-            for _ in range(1, self.facts["ranks"]):
-                self._meet()
+            self._script_end = self._listener.accept()
+            self.facts = self.receive(START_S)
         except BaseException:
             self.__exit__()
             raise
         return self
 
     def _run(self, folder: Path) -> None:
-        limited = self._limit_s + START_S
         environment = {
             **self._script.environment,
-            **injected(*self._script.watches, REHEARSAL),
-            ADDRESS_VARIABLE: self._address,
-            PLACE_VARIABLE: os.path.abspath(self._script.place),
-            LIMIT_VARIABLE: str(self._limit_s),
+            **injected(*self._script.watches, WATCH),
+            "LOADER_DOCTOR_ADDRESS": self._address,
+            "LOADER_DOCTOR_PLACE": self._script.place,
+            "LOADER_DOCTOR_SETTING": json.dumps(self._setting),
+            "LOADER_DOCTOR_LIMIT_S": str(self._limit_s),
         }
-        if self._setting is not None:
-            environment[SETTING_VARIABLE] = json.dumps(self._setting)
-        self._outcome = run(self._script.command, environment, 10 * limited, folder, folder / "output")
+        self._outcome = run(self._script.command, environment, LONGEST_S, folder, folder / "output")
         with contextlib.suppress(OSError):
             Client(self._address).close()  # whoever waits for the script learns that it has ended
 
-    def _meet(self) -> dict[str, Any]:
-        """Wait for a rank of the script to come to its loader."""
-        rank = self._listener.accept()
-        self._ranks.append(rank)
-        return self._receive(rank, START_S)
-
     def ask(self, setting: Mapping[str, Any], batches: int) -> dict[str, Any]:
-        """Let all ranks take a turn with a setting; returns what the first one has measured.
+        """Let the loader take a turn with a setting.
 
         :raises ScriptEnded: instead
         """
         with contextlib.suppress(OSError):  # it has ended; then nothing can be received either
-            for rank in self._ranks:
-                rank.send((setting, batches))
-        return next(iter([self._receive(rank, 10 * self._limit_s) for rank in self._ranks]))
+            self._script_end.send((setting, batches))
+        return self.receive(10 * self._limit_s)
 
-    def epoch(self) -> dict[str, Any]:
-        """The next epoch of a check, of the first rank.
+    def receive(self, seconds: float) -> dict[str, Any]:
+        """The next message of the script: an epoch of a check.
 
-        :raises ScriptEnded: if there is no further
+        :raises ScriptEnded: if there is none
         """
-        return self._receive(self._ranks[0], self._limit_s + GRACE_S)
-
-    def _receive(self, rank: Connection, seconds: float) -> dict[str, Any]:
-        if not rank.poll(seconds):
+        if not self._script_end.poll(seconds):
             raise ScriptEnded(f"the script said nothing for {seconds:.0f} s")
         try:
-            received: dict[str, Any] = rank.recv()
+            received: dict[str, Any] = self._script_end.recv()
             return received
         except (EOFError, ConnectionResetError):
             self._thread.join(GRACE_S)
@@ -126,8 +111,6 @@ class ScriptRun:
 
     def __exit__(self, *_: object) -> None:
         end_all_but(self._before, patiently=False)
-        for rank in self._ranks:
-            rank.close()
         self._thread.join()
         self._listener.close()
         self._folder.cleanup()

@@ -32,9 +32,9 @@ from torch.utils.data import DataLoader
 from common.benchmarking.other_work import OtherWork
 from common.benchmarking.timing import NOISE, Spread, interleave, paired_ratio
 from common.machine import usable_cores
-from dataloading.doctor.rehearsal.settings import Setting, changed, facts_of, loader_turn
-from dataloading.doctor.rehearsal.turn import NoTurn, Turn, alone, one_line
-from dataloading.doctor.script_run import Script, ScriptEnded, ScriptRun
+from dataloading.doctor.script_run import GRACE_S, Script, ScriptEnded, ScriptRun
+from dataloading.doctor.watch.settings import Setting, changed, facts_of, loader_turn
+from dataloading.doctor.watch.turn import NoTurn, Turn, alone, one_line
 
 LEAST_GAIN = 1.05
 HOPELESS = 1.5  # times as slow as the best in its first turn: no further turns
@@ -77,7 +77,6 @@ class Tried:
     :param place: ``file:line`` of the loader
     :param gains: the best first; none if nothing helps
     :param now: batches/s with the present setting
-    :param training_s: seconds per step that the loop took without waiting for a batch, with the present setting
     :param steps: of an epoch; math.inf if that is not known
     :param best: the turns of the best setting, and ``started``: that in which its workers were started
     :param warm_up_s: seconds that the script's first steps took longer than others
@@ -88,7 +87,6 @@ class Tried:
     place: str
     gains: list[Gain] = field(default_factory=list)
     now: float = 0.0
-    training_s: float = 0.0
     steps: float = math.inf
     best: list[Turn] = field(default_factory=list)
     started: Turn | None = None
@@ -344,7 +342,7 @@ class _Search:
         if not number:
             return {"num_workers": 0}
         method = {"multiprocessing_context": self._facts["start_method"]}
-        return {"num_workers": 0, **DEFAULTS, **method, **setting, "num_workers": number}
+        return {"num_workers": number, **DEFAULTS, **method, **setting} | {"num_workers": number}
 
     def _confirm(self, now: Setting, candidates: Sequence[Setting]) -> None:
         """Compare the candidates with the present setting in fresh turns, and keep those that help."""
@@ -371,8 +369,7 @@ class _Search:
         helpful = [name for name in gains if gains[name].ratio.low > max(LEAST_GAIN, noise)]
         helpful.sort(key=lambda name: gains[name].rate, reverse=True)
         best = (helpful or [str(now)])[0]
-        uses = [statistics.fmean(turn.uses[turn.head :]) for turn in self._turns[str(now)][before[str(now)] :]]
-        tried.now, tried.training_s = steps / statistics.median(reference), statistics.median(uses)
+        tried.now = steps / statistics.median(reference)
         tried.gains = [gains[name] for name in helpful]
         tried.best, tried.started = self._turns[best][before[best] :], self._turns[best][0]
 
@@ -409,12 +406,6 @@ class Check:
     setting: Setting
     epochs: list[tuple[int, float, float]] = field(default_factory=list)
 
-    @property
-    def error(self) -> float:
-        """How far the measured seconds of all epochs are from the predicted ones: 0.1 if they took a tenth longer."""
-        _, predicted, measured = map(sum, zip(*self.epochs, strict=True))
-        return measured / predicted - 1
-
 
 def check_best(script: Script, tried: Tried, seconds: float, tell: Callable[[str], object] = print) -> Check:
     """Predict the script's epochs with the best setting, and then run it with this setting put in from outside.
@@ -433,7 +424,7 @@ def check_best(script: Script, tried: Tried, seconds: float, tell: Callable[[str
         )
     with contextlib.suppress(ScriptEnded), ScriptRun(script, setting, seconds) as run:
         while len(check.epochs) < CHECKED_EPOCHS:
-            epoch = run.epoch()
+            epoch = run.receive(seconds + GRACE_S)
             if epoch["steps"] < 2:  # the script has looked at a batch
                 continue
             predicted = predicted_epoch(tried, epoch["steps"], first=not check.epochs)

@@ -15,10 +15,10 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 from dataloading.doctor import trials
-from dataloading.doctor.rehearsal.settings import Setting, changed, equal, facts_of, loader_turn, put_in
-from dataloading.doctor.rehearsal.turn import NoTurn, Turn, alone, take_turn
 from dataloading.doctor.script_run import Script
 from dataloading.doctor.trials import Tried, check_best, in_words, predicted_epoch, try_settings
+from dataloading.doctor.watch.settings import Setting, changed, facts_of, loader_turn, put_in
+from dataloading.doctor.watch.turn import NoTurn, Turn, alone, take_turn
 
 NO_WORKERS: Setting = {"num_workers": 0}
 FACTS = {
@@ -186,9 +186,9 @@ def test_a_copy_of_a_loader_has_the_setting_and_the_loader_keeps_its_own() -> No
     assert (twin.num_workers, twin.prefetch_factor, twin.persistent_workers) == (2, 2, True)
     assert (loader.num_workers, loader.prefetch_factor, loader.persistent_workers) == (0, None, False)
     put_in(twin, NO_WORKERS)
-    assert equal(list(twin), list(loader))
+    assert str(list(twin)) == str(list(loader))
     threads = changed(loader, {**NO_WORKERS, "fetch_threads": 2})
-    assert equal(list(threads), list(loader))
+    assert str(list(threads)) == str(list(loader))
     assert threads.dataset.tensors is loader.dataset.tensors  # type: ignore[attr-defined]
 
 
@@ -196,7 +196,7 @@ def test_whole_batches_are_offered_where_they_are_the_same() -> None:
     in_memory = DataLoader(TensorDataset(torch.arange(10), torch.arange(10.0)), batch_size=4)
     assert facts_of(in_memory)["whole_batches"]
     whole = changed(in_memory, {**NO_WORKERS, "whole_batches": True})
-    assert equal(list(whole), list(in_memory))
+    assert str(list(whole)) == str(list(in_memory))
     assert len(whole) == len(in_memory)
     listed: Any = list(range(10))  # takes no list of indices
     assert not facts_of(DataLoader(listed, batch_size=4))["whole_batches"]

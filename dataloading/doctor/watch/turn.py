@@ -59,11 +59,6 @@ class Turn:
         """Seconds per batch of the steady part."""
         return self.steady_s / self.counted
 
-    @property
-    def wait_s(self) -> float:
-        """Seconds per batch of the steady part in which nothing but the next batch was waited for."""
-        return statistics.fmean(self.waits[self.head : self.head + self.counted])
-
     def epoch_s(self, steps: float) -> float:
         """Seconds of an epoch of so many steps.
 

@@ -16,9 +16,10 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves, tree_structure
 from torch.utils.data import DataLoader, IterableDataset, default_collate, default_convert
 
-from .turn import Turn, take_turn
+from .turn import take_turn
 
 # HACK: the attribute of DataLoader behind its property ``multiprocessing_context``. If torch renames it, no start method is tried.
 CONTEXT = "_DataLoader__multiprocessing_context"
@@ -203,20 +204,9 @@ def _gives_whole_batches(loader: DataLoader[Any]) -> bool:
         return False
     try:
         indices = [0, len(dataset) - 1]
-        return equal(default_convert(dataset[indices]), default_collate([dataset[index] for index in indices]))
+        whole, collated = default_convert(dataset[indices]), default_collate([dataset[index] for index in indices])
+        return tree_structure(whole) == tree_structure(collated) and all(
+            map(torch.equal, tree_leaves(whole), tree_leaves(collated))
+        )
     except Exception:  # most data sets take no list
         return False
-
-
-def equal(one: Any, other: Any) -> bool:
-    """Whether two batches are the same."""
-    if isinstance(one, torch.Tensor):
-        return isinstance(other, torch.Tensor) and one.dtype == other.dtype and torch.equal(one, other)
-    if isinstance(one, dict):
-        return isinstance(other, dict) and one.keys() == other.keys() and all(equal(one[k], other[k]) for k in one)
-    if isinstance(one, (list, tuple)):
-        return isinstance(other, (list, tuple)) and len(one) == len(other) and all(map(equal, one, other))
-    return bool(one == other)
-
-
-__all__ = ["Setting", "Turn", "changed", "facts_of", "loader_turn", "put_in"]
