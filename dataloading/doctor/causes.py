@@ -1,4 +1,4 @@
-"""What is wrong with a loader: from measurements to named causes, each with the line to blame."""
+"""From measurements of a loader to named causes, each with the line to blame."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ SLOW_SAMPLE, LEAST_SLOW_S, SLOW_SHARE = (
 )  # times the typical sample, seconds, share of all samples' time
 FAST_SAMPLE_S = 100e-6  # a sample that is only looked up in memory
 GROWS, GOES_ON, COPIES = 50e6, 10e6, 20e6  # bytes
+LOOKS = 4  # at a worker's memory, to tell whether it goes on to grow
 BUSY = 0.7  # of a worker's time
 FLOATS = r"ToTensor\(|to_tensor\(|convert_image_dtype\(|ToDtype\(|\.float\(\)|/ ?255|\.div_?\(255"
 KEEPS = r"self\.\w+\[[^]]+\] *=[^=]|self\.\w+\.(append|add|update|setdefault|extend)\(|lru_cache|@(functools\.)?cache\b"
@@ -98,7 +99,9 @@ def _always(loader: Loader) -> Iterator[Cause]:
 def _grows(worker: Process) -> bool:
     """Whether a worker's own memory grows all the time: in the last third of its looks it has more than ever in the first half."""
     resident = [resident for _, resident, _ in worker.profile["memory"]]
-    later = min(resident[-len(resident) // 3 :], default=0) - max(resident[: len(resident) // 2], default=0)
+    if len(resident) < LOOKS:
+        return False
+    later = min(resident[-len(resident) // 3 :]) - max(resident[: len(resident) // 2])
     return min(worker.growth(1), worker.growth(2)) >= GROWS and later >= GOES_ON
 
 

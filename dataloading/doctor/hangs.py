@@ -10,8 +10,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import psutil
-
 from common.foreign_script.failure import own_lines
 from dataloading.doctor.measured import Loader
 from dataloading.doctor.source import short, text_of
@@ -51,6 +49,8 @@ class Patience:
         return False
 
     def _look(self) -> None:
+        import psutil  # not for --help
+
         for path in self.directory.glob("*.stack"):
             with contextlib.suppress(psutil.NoSuchProcess):
                 names = [" ".join(child.cmdline()[:3]) for child in psutil.Process(int(path.stem)).children()]

@@ -59,7 +59,7 @@ class Process:
 
 @dataclass
 class Loader:
-    """What is known of the loaders that one line has made.
+    """All that is known of the loaders that one line has made.
 
     :ivar facts: see ``watch/dataset.py``
     :ivar mains: the process that iterates over it; again for each loader of the line
@@ -129,7 +129,7 @@ class Loader:
         }
 
     def bytes_per_batch(self, name: str = "bytes") -> float:
-        """Of the batches that were looked at."""
+        """Mean of the batches that were looked at."""
         return mean(event[name] for event in self.all("batch") if name in event)
 
     def hottest(self, *phases: str) -> list[tuple[Place, float]]:

@@ -60,14 +60,13 @@ def _stages(loader: Loader) -> Iterator[str]:
     costs = loader.per_batch() | {".to(device)": _moving_s(loader)}
     stages = ", ".join(f"{name} {_ms(seconds)}" for name, seconds in costs.items() if seconds >= 5e-6)
     yield f"  where the time goes, for a batch of {loader.bytes_per_batch() / 1e6:.2f} MB: {stages}"
-    if starts := loader.starts():
+    starts = loader.starts()
+    if loader.facts["workers"] and starts:
         pickled = max(event["pickled_bytes"] for event in loader.all("iterator"))
-        text = (
-            f"; {pickled / 1e6:.1f} MB were pickled in {_ms(mean(e['pickled'] for e in loader.all('iterator')))}"
-            if pickled
-            else ""
-        )
-        yield f"  from a start of workers to the first batch: {mean(starts):.2f} s, {len(starts)} times{text}"
+        seconds = mean(event["pickled"] for event in loader.all("iterator"))
+        text = f"; {pickled / 1e6:.1f} MB were pickled in {_ms(seconds)}" if pickled else ""
+        times = f"{len(starts)} times" if len(starts) > 1 else "once"
+        yield f"  from a start of workers to the first batch: {mean(starts):.2f} s, {times}{text}"
     for slot in range(loader.facts["workers"]):
         own = [worker for worker in loader.workers if worker.slot == slot and worker.all("fetch")]
         if own:

@@ -31,6 +31,5 @@ def end() -> None:
     """Watch no more."""
     from . import events, sampling
 
-    sampling.sampler.stop()
-    sampling.sampler.write()
+    sampling.sampler.finish()
     events.begin(None)

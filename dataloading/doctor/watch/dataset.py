@@ -1,4 +1,4 @@
-"""What a loader is, and what its data set holds that makes workers slow: lists of many objects, tensors, open files and databases."""
+"""The settings of a loader, and what in its data set makes workers slow: long lists, tensors, open files and databases."""
 
 from __future__ import annotations
 
@@ -37,7 +37,6 @@ def describe(loader: data.DataLoader[Any]) -> dict[str, Any]:
         "method": context.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0],
         "persistent": loader.persistent_workers,
         "prefetch": loader.prefetch_factor or 0,
-        "pin": loader.pin_memory,
         "getitem": _line_of_method(dataset),
         "collate": getattr(loader.collate_fn, "__name__", type(loader.collate_fn).__name__),
         "handles": [(*_place(owner), name, type(value).__name__) for owner, name, value in held if _is_handle(value)],
@@ -58,7 +57,7 @@ def describe(loader: data.DataLoader[Any]) -> dict[str, Any]:
 def _length(value: Any) -> int | None:
     try:
         return len(value)
-    except (TypeError, AttributeError, NotImplementedError):
+    except Exception:  # whatever the script's own __len__ raises
         return None
 
 

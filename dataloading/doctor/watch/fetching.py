@@ -1,4 +1,4 @@
-"""What happens in a worker, or in the main process without workers: samples, collate, and the way to the main process."""
+"""The work of a worker, or of the main process without workers: samples, collate, and the way to the main process."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SLOWEST = 3  # samples of each batch that are named
 LONG_S = 0.01  # of a sample, which is worth a look at how long it waited for a core
 
 
-class _Fetch:
+class Fetch:
     """The batch that is being fetched.
 
     :ivar samples: the seconds and the index of each sample that was fetched alone
@@ -47,7 +47,7 @@ class _Fetch:
             self.samples.append((seconds, index))
 
 
-_now = _Fetch()
+_now = Fetch()
 
 
 @replace(fetch._BaseDatasetFetcher, "__init__")
@@ -78,7 +78,7 @@ def fetch_next(original: Any, self: Any, indices: Any) -> Any:
 
 def _fetch(original: Any, self: Any, indices: Any, one_by_one: bool) -> Any:
     global _now
-    _now = now = _Fetch()
+    _now = now = Fetch()
     began = time.monotonic()
     fetched = original(self, now.one_by_one(indices) if one_by_one else indices)
     emit(
@@ -101,7 +101,7 @@ def send(original: Any, value: Any, *args: Any) -> Any:
     began = time.monotonic()
     sent = original(value, *args)
     if data.get_worker_info() is not None:
-        emit("sent", seconds=time.monotonic() - began, bytes=len(sent))
+        emit("sent", seconds=time.monotonic() - began)
     return sent
 
 
@@ -113,15 +113,14 @@ def work(original: Any, *args: Any, **kwargs: Any) -> None:
     try:
         original(*args, **kwargs)
     finally:
-        sampler.stop()
-        sampler.write()
+        sampler.finish()
 
 
 @replace(torch, "set_num_threads")
 def set_threads(original: Any, number: int) -> None:
     """The script's own call in a worker, not that of torch's loop."""
     if data.get_worker_info() is not None and (line := where()):
-        emit("set_threads", threads=number, line=line)
+        emit("set_threads", line=line)
     original(number)
 
 

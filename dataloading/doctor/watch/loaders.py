@@ -1,4 +1,4 @@
-"""What the main process does: which loaders it makes, when it asks for a batch and when it gets one."""
+"""The main process: which loaders it makes, when it asks for a batch, and when it gets one."""
 
 from __future__ import annotations
 

@@ -19,7 +19,9 @@ from types import FrameType
 from .events import frames, is_own, line_of, path_of, watched
 
 INTERVAL_S = 0.005
-WRITE_S, WRITE_SHARE = 1.0, 0.005  # the least time between two writes, and the share of time that they may take
+WRITE_S = 1.0  # between two writes
+LOOK_SHARE = 0.01  # of the time, for looks at all pages of memory
+PAGE = os.sysconf("SC_PAGE_SIZE")
 FETCH = "torch.utils.data._utils.fetch"
 # Where the main process waits for a batch, and a worker for indices.
 WAITS = {"_worker_loop", "_get_data", "_try_get_data"}
@@ -44,6 +46,7 @@ class Sampler:
         self.seconds = defaultdict[tuple[int, str, str, str], float](float)
         self.memory: list[tuple[float, int, int]] = []
         self.loader = -1
+        self._private, self._look_at = 0, 0.0
         self._late, self._woke = 0.0, time.monotonic()
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
@@ -65,9 +68,20 @@ class Sampler:
         """Seconds by which the thread has woken too late, since other threads or programs used the cores."""
         return self._late + max(0.0, time.monotonic() - self._woke - 2 * INTERVAL_S)
 
+    def finish(self) -> None:
+        """End the thread, and write all of it."""
+        self.stop()
+        self._look_at = 0.0
+        self.write()
+
     def write(self) -> None:
-        """Write all of it, to be read at any time."""
-        self.memory.append((time.monotonic(), *_memory()))
+        """Write all of it, to be read at any time. Pages that are not shared are counted seldom, since that may take long."""
+        began = time.monotonic()
+        if began >= self._look_at:
+            self._private = _private()
+            self._look_at = began + (time.monotonic() - began) / LOOK_SHARE
+        resident = int(Path("/proc/self/statm").read_text().split()[1]) * PAGE
+        self.memory.append((began, resident, self._private))
         content = {
             "seconds": [[*place, seconds] for place, seconds in self.seconds.items()],
             "memory": self.memory,
@@ -77,17 +91,16 @@ class Sampler:
         os.replace(path_of("profile.new"), path_of("profile"))
 
     def _run(self) -> None:
-        main, pause = threading.main_thread().ident or 0, 0.0
-        written = self._woke = time.monotonic()
+        main, written = threading.main_thread().ident or 0, 0.0
+        self._woke = time.monotonic()
         while not self._stop.wait(INTERVAL_S) and watched():
             frame, now = sys._current_frames().get(main), time.monotonic()
             if frame is not None:
                 self.seconds[(self.loader, *_place(frame))] += now - self._woke
             self._late, self._woke = self.late(), now
-            if now - written > pause:
+            if now - written > WRITE_S:
                 self.write()
                 written = self._woke = time.monotonic()
-                pause = max(WRITE_S, (written - now) / WRITE_SHARE)
 
 
 def _place(innermost: FrameType) -> tuple[str, str, str]:
@@ -108,15 +121,11 @@ def _place(innermost: FrameType) -> tuple[str, str, str]:
     return phase, line_of(own), function
 
 
-def _memory() -> tuple[int, int]:
-    sizes = dict.fromkeys(("Rss:", "Private_Clean:", "Private_Dirty:"), 0)
+def _private() -> int:
+    """Bytes of memory that no other process shares."""
     with contextlib.suppress(OSError), open("/proc/self/smaps_rollup") as file:
-        for line in file:
-            name, value, *_ = line.split()
-            if name in sizes:
-                sizes[name] = int(value) << 10
-    resident, *private = sizes.values()
-    return resident, sum(private)
+        return sum(int(line.split()[1]) << 10 for line in file if line.startswith("Private"))
+    return 0
 
 
 def _busy_threads() -> int:
@@ -150,8 +159,7 @@ def _after_fork() -> None:
 @atexit.register
 def _at_exit() -> None:
     if sampler.seconds and watched():
-        sampler.stop()
-        sampler.write()
+        sampler.finish()
 
 
 os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=sampler.forget)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from dataloading.doctor import diagnose, watch
 from dataloading.doctor.measured import read
+from dataloading.doctor.watch import fetching, sampling
 
 
 class Noisy(Dataset[tuple[Tensor, float, float]]):
@@ -86,6 +88,16 @@ def test_threads_that_live_before_a_fork_are_noted(tmp_path: Path) -> None:
         thread.join()
     (seen,) = read(tmp_path)
     assert seen.all("threads")[0]["alive"][0][0] == "uploader"
+
+
+def test_a_sample_is_not_slow_where_other_programs_used_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that samples could not wake meanwhile either, and the sample did not compute."""
+    late = iter([0.0, 60.0])
+    monkeypatch.setattr(sampling.sampler, "late", lambda: next(late))
+    fetch = fetching.Fetch()
+    for _ in fetch.one_by_one([7]):
+        time.sleep(0.02)
+    assert fetch.samples == [(0.0, 7)]
 
 
 class Slow(Noisy):
