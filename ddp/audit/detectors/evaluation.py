@@ -26,8 +26,9 @@ def detect(trace: Trace) -> Findings:
                 f"a forward pass without gradients runs in training mode, though the model has {event.random}",
                 0,
             )
+    taken = {one for step in first.steps for one in step.passes}
     for forward, backward in itertools.pairwise(first.all(Forward, Backward)):
-        if isinstance(forward, Forward) and not forward.training and forward.layer and isinstance(backward, Backward):
+        if isinstance(forward, Forward) and not forward.training and forward.layer and backward in taken:
             yield Finding(
                 "trains-in-evaluation-mode",
                 forward,

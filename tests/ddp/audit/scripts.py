@@ -601,8 +601,10 @@ sampler = DistributedSampler(data)
 for epoch in range(2):
     sampler.set_epoch(epoch)
     for batch in DataLoader(data, 8, sampler=sampler):
+        model.eval()
         inputs = batch["inputs"].clone().requires_grad_()
         F.cross_entropy(model(inputs), batch["label"]).backward()
+        model.train()
         with torch.no_grad():
             soft = model.module(batch["inputs"]).softmax(1)
         optimizer.zero_grad()
