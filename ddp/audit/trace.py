@@ -12,11 +12,13 @@ from ddp.audit.watch.event_types import (
     Backward,
     Batch,
     BeforeStep,
+    Clip,
     Event,
     Group,
     JoinBegins,
     LoaderBegins,
     LoaderEnds,
+    Loss,
     Names,
     NotWatched,
     Probes,
@@ -24,12 +26,14 @@ from ddp.audit.watch.event_types import (
     Scale,
     Skipped,
     Stepped,
+    Unscale,
     WatchError,
     Worker,
     from_line,
 )
 
 E = TypeVar("E", bound=Event)
+T = TypeVar("T")
 
 
 @dataclass
@@ -45,19 +49,57 @@ class Events:
         return next((event for event in reversed(self.events) if isinstance(event, kinds)), None)
 
     @property
-    def computed(self) -> list[Probes]:
-        """For each backward pass the gradients that the rank computed by itself; empty where they were not looked at."""
-        return [one.computed for one in self.all(Backward)]
-
-    @property
     def scale(self) -> float:
         """The factor by which the scaler has multiplied the loss."""
         last = self.last(Scale)
         return last.scale if last else 1.0
 
 
+@dataclass
 class Step(Events):
-    """The events that led to one optimizer step, and the step itself: all events of the rank since the step before."""
+    """The events that led to one optimizer step, and the step itself: all events of the rank since the step before of any optimizer.
+
+    Backward passes, clippings and scalings that belong to this step come first if they were before that one; those of other parameters
+    are left out.
+
+    :ivar passes: the backward passes whose gradients the optimizer takes: those since its parameters' gradients were cleared
+    :ivar losses: those of these passes
+    """
+
+    passes: list[Backward] = field(default_factory=list)
+    losses: list[Loss] = field(default_factory=list)
+
+    def end(self, since: list[Event]) -> None:
+        """The step is complete.
+
+        :param since: all events of the rank since the optimizer's step before
+        """
+        own, window, losses = set(self.own), set(self.events), list[Loss]()
+        # No pass computes those of shards.
+        touching = [one for one in Events(since).all(Backward) if own & one.computed.keys()] or self.all(Backward)
+        anew = [
+            i for i, one in enumerate(touching) if one.computed and not any(any(one.before.get(n, ())) for n in own)
+        ]
+        self.passes = touching[max(anew, default=0) :]
+        self.events = []
+        for event in since:
+            is_own = event in window
+            if isinstance(event, Loss):
+                losses.append(event)
+            elif isinstance(event, Backward):
+                self.losses += losses if event in self.passes else []
+                losses = []
+                is_own = event in self.passes or (is_own and event in touching)
+            elif isinstance(event, (Clip, Unscale)):
+                is_own = not own.isdisjoint(event.parameters) or (is_own and not event.parameters)
+            elif isinstance(event, Scale):
+                is_own |= not window.issuperset(self.passes)
+            self.events += [event] if is_own else []
+
+    @property
+    def computed(self) -> list[Probes]:
+        """For each pass the gradients that the rank computed by itself; empty where they were not looked at."""
+        return [one.computed for one in self.passes]
 
     @property
     def number(self) -> int:
@@ -97,9 +139,15 @@ class RankTrace(Events):
 
     def __post_init__(self) -> None:
         step = Step([])
-        for event in self.events:
+        stepped = dict[
+            tuple[str, ...], int
+        ]()  # by an optimizer's parameters, how many events there were at its latest step
+        for count, event in enumerate(self.events, 1):
             step.events.append(event)
             if isinstance(event, Stepped) and step.all(BeforeStep):  # of nested optimizers, the outer one ends later
+                own = tuple(step.own)
+                step.end(self.events[stepped.get(own, 0) : count])
+                stepped[own] = count
                 self.steps.append(step)
                 step = Step([])
             elif isinstance(event, Skipped):  # the scaler left a step with inf out
@@ -161,8 +209,9 @@ def epochs(trace: RankTrace) -> list[Epoch]:
             found[event.iterator].ended = True
         elif latest is not None:
             latest.after.append(event)
-            if isinstance(event, Backward):
+            if isinstance(event, Backward) and drawn:
                 # A loader trains if it gives one batch to each pass. An evaluation takes more, or ends, or comes now and then.
+                # Another pass, without a batch of its own, belongs to the one before.
                 before, once = once, {number for number in drawn if drawn[number] == 1 and not found[number].ended}
                 for number in before & once:
                     found[number].trains = True
@@ -193,22 +242,36 @@ class Trace:
     def steps(self) -> Iterator[list[Step]]:
         """Each optimizer step, as all ranks took it; none under ``join``, where ranks do not take the same steps."""
         if not any(rank.all(JoinBegins) for rank in self.ranks):
-            for steps in zip(*(rank.steps for rank in self.ranks), strict=False):
+            for steps in _paired([[(step.before.where, step) for step in rank.steps] for rank in self.ranks]):
                 if not any(step.has_closure for step in steps):
                     yield list(steps)
 
     def epochs(self, train: bool) -> Iterator[tuple[Epoch, ...]]:
         """Each iteration over a loader, as all ranks made it: those of training, or those of evaluations."""
         chosen = [[one for one in epochs(rank) if one.trains == train and one.begin.evaluates] for rank in self.ranks]
-        return zip(*chosen, strict=False)
+        return _paired([[(one.begin.where, one) for one in of_rank] for of_rank in chosen])
 
 
 def together(parts: Iterable[RankTrace | Step], kind: type[E]) -> Iterator[tuple[E, ...]]:
-    """The first event of this kind of each rank, then the second of each, and so on.
+    """The events of this kind that all ranks have: at the same line, the first there, then the second there, and so on.
 
     :param parts: of each rank, its whole trace or a step
     """
-    return zip(*(part.all(kind) for part in parts), strict=False)
+    return _paired([[(event.where, event) for event in part.all(kind)] for part in parts])
+
+
+def _paired(of_ranks: Iterable[Iterable[tuple[str, T]]]) -> Iterator[tuple[T, ...]]:
+    """The things that all ranks have, each given with its line, in the order of rank 0: one that a rank does alone shifts no others."""
+    numbered: list[dict[tuple[str, int], T]] = []
+    for things in of_ranks:
+        counts = Counter[str]()
+        numbered.append({})
+        for where, thing in things:
+            numbered[-1][where, counts[where]] = thing
+            counts[where] += 1
+    for key in numbered[0]:
+        if all(key in of_rank for of_rank in numbered):
+            yield tuple(of_rank[key] for of_rank in numbered)
 
 
 def read(directory: Path) -> Trace:

@@ -6,22 +6,29 @@ import itertools
 from collections.abc import Sequence
 
 from ddp.audit.detectors.finding import Finding, Findings
-from ddp.audit.trace import Epoch, Trace, together
-from ddp.audit.watch.event_types import Backward, Collective, Evaluation, Forward
+from ddp.audit.trace import Epoch, Trace, epochs, together
+from ddp.audit.watch.event_types import Backward, Batch, Collective, Evaluation, Event, Forward, LoaderEnds
 
 
 def detect(trace: Trace) -> Findings:
     first = trace.ranks[0]
-    for event in first.all(Evaluation):
-        if event.training and event.random:
+    training = {epoch.begin.iterator for epoch in epochs(first) if epoch.trains}
+    latest: Event | None = None
+    for event in first.all(Evaluation, Batch, LoaderEnds):
+        if not isinstance(event, Evaluation):
+            latest = event
+        elif isinstance(latest, Batch) and latest.iterator in training:
+            continue  # a part of a training step, such as a teacher's pass
+        elif event.training and event.random:
             yield Finding(
                 "evaluates-in-training-mode",
                 event,
                 f"a forward pass without gradients runs in training mode, though the model has {event.random}",
                 0,
             )
+    taken = {one for step in first.steps for one in step.passes}
     for forward, backward in itertools.pairwise(first.all(Forward, Backward)):
-        if isinstance(forward, Forward) and not forward.training and forward.layer and isinstance(backward, Backward):
+        if isinstance(forward, Forward) and not forward.training and forward.layer and backward in taken:
             yield Finding(
                 "trains-in-evaluation-mode",
                 forward,

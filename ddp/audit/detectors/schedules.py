@@ -21,6 +21,7 @@ def detect(trace: Trace) -> Findings:
                 "scheduler-of-each-process",
                 often[0],
                 f"the schedule takes {ranks} steps for one optimizer step, so it runs {ranks} times too fast",
+                is_hint=often[0].of_processes,
             )
             break
     loaders = first.all(LoaderBegins)

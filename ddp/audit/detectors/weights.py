@@ -15,7 +15,7 @@ from operator import attrgetter
 from ddp.audit.detectors.averages import factor_of
 from ddp.audit.detectors.finding import Finding, Findings
 from ddp.audit.trace import Step, Trace
-from ddp.audit.watch.event_types import Loss, PutBack, ZeroGrad
+from ddp.audit.watch.event_types import Loss, PutBack
 
 equal = functools.partial(math.isclose, rel_tol=1e-3)
 
@@ -25,9 +25,9 @@ def detect(trace: Trace) -> Findings:
         yield from _of_step(steps)
 
 
-def unjudged(trace: Trace) -> str:
-    """Why no step could be judged; empty if one was."""
-    return "" if any(rank.all(Loss) for rank in trace.ranks) else "no loss of torch.nn.functional was seen"
+def why_not(steps: list[Step]) -> str:
+    """Why a step cannot be judged; empty if it can."""
+    return "" if any(step.losses for step in steps) else "no loss of torch.nn.functional was seen"
 
 
 class _Loss(Loss):
@@ -41,14 +41,10 @@ class _Loss(Loss):
 
 
 def _losses(rank: int, step: Step) -> list[_Loss]:
-    losses: list[_Loss] = []
-    for event in step.events:
-        if isinstance(event, ZeroGrad):
-            losses.clear()  # their gradients are gone
-        elif isinstance(event, Loss) and event.terms:
-            weight = abs(event.weight) / step.scale
-            losses.append(_Loss(**vars(event) | {"weight": weight, "rank": rank}))
-    return losses
+    scale = step.scale
+    return [
+        _Loss(**vars(loss) | {"weight": abs(loss.weight) / scale, "rank": rank}) for loss in step.losses if loss.terms
+    ]
 
 
 def _of_step(steps: list[Step]) -> Findings:

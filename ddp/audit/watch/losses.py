@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.hooks import unserializable_hook
 
 from .event_types import Loss
-from .events import Call, Look, emit, quiet, watch, where
+from .events import Call, Look, call_chain, emit, quiet, watch, where
 from .tensors import probe
 
 CLASSES = ("cross_entropy", "nll_loss")
@@ -25,6 +25,7 @@ ELEMENTS = (
     "binary_cross_entropy",
     "binary_cross_entropy_with_logits",
 )
+SAME = 1e-3  # terms of one mean have the same factor, but for rounding
 
 
 @watch(F, *CLASSES, *ELEMENTS)
@@ -42,7 +43,7 @@ def loss(call: Call) -> Look:
     reduction = call.get("reduction", "mean")
     event = Loss(
         where=where(),
-        call=where(with_instruction=True),
+        call=call_chain(),
         samples=samples,
         terms=terms,
         weight=0.0,
@@ -57,6 +58,8 @@ def loss(call: Call) -> Look:
 def _weighted(reduction: str, event: Loss, factor: Tensor) -> None:
     factors = factor.detach().double()
     factors = factors[factors != 0]  # a term that is masked has no weight
+    if factors.numel() and factors.abs().max() > (1 + SAME) * factors.abs().min():
+        return  # terms of different weights by design, such as a mean of sequences' means
     terms = factors.numel() if reduction == "none" else event.terms if factors.numel() else 0
     weight = factors.mean().item() / (terms if reduction == "mean" else 1) if terms else 0.0
     emit(dataclasses.replace(event, terms=terms, weight=weight))
