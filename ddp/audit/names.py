@@ -30,7 +30,7 @@ def explain(name: str) -> str:
     :raises UsageError: if there is no such finding
     """
     require([name])
-    how, what, cure, chapter = KINDS[name]
+    how, _, what, cure, chapter = KINDS[name]
     paragraphs = [f"{name}: {what}", f"How it is seen: {how}", f"What to do: {cure}. See {chapter}, in the repository"]
     for exhibit, path in exhibits().items():
         if f"{NAMED}{name}\n" in path.read_text():

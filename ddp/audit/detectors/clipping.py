@@ -79,7 +79,7 @@ def _by_hand(steps: list[Step]) -> Findings:
     last = steps[0].last(Backward)
     norm = (last and last.norm) or 0.0
     for event in steps[0].all(Collective):
-        for before, after in zip(event.before, event.after, strict=True):  # of tensors with one element
+        for before, after in zip(event.before, event.after, strict=True):
             for value, name in ((norm, "norm"), (norm**2, "squared norm")):
                 if before and all(math.isclose(one, value, rel_tol=SAME) for one in (before, after / len(steps))):
                     yield Finding(

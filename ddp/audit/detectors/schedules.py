@@ -15,7 +15,9 @@ def detect(trace: Trace) -> Findings:
     first, ranks = trace.ranks[0], trace.world_size
     for step in first.steps[1:]:
         counts = Counter((event.where, event.id) for event in step.all(Schedule))
-        often = [event for event in step.all(Schedule) if counts[event.where, event.id] == ranks > 1]
+        # Accelerate's takes a step for each process, and its users count in such steps.
+        own = [event for event in step.all(Schedule) if event.by_script]
+        often = [event for event in own if counts[event.where, event.id] == ranks > 1]
         if often:
             yield Finding(
                 "scheduler-of-each-process",

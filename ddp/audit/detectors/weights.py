@@ -106,7 +106,6 @@ def _of_step(steps: list[Step]) -> Findings:
             "loss-divided-by-ranks",
             of_least,
             f"the weights of all terms sum to {together:.3g}, which is 1 / the number of ranks",
-            is_hint=True,
         )
     elif ranks > 1 and (equal(least, ranks) or equal(least, ranks * passes)):
         yield Finding(

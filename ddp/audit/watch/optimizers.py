@@ -28,8 +28,9 @@ from .event_types import (
     Stepped,
     Unscale,
 )
-from .events import Call, Look, detailed, emit, is_below, quiet, thread, watch
+from .events import Call, Look, called_by_script, detailed, emit, is_below, quiet, thread, watch
 from .gradients import gradient_probes, watch_parameters
+from .randomness import draws, of_main_process
 from .tensors import checksum, is_shard, number_of
 
 KILL_AT = int(os.environ.get("DDP_AUDIT_KILL_AT", 0))
@@ -75,6 +76,8 @@ def _look(optimizer: Any) -> None:
         rates=[float(group["lr"]) for group in optimizer.param_groups],
         without_gradient=[n for n, p in own.items() if p.requires_grad and p.grad is None],
         gradients=gradient_probes() if detailed() else {},
+        draws=draws(),
+        generators=of_main_process(),
         parameters=_checksums(own) if detailed() else None,
     )
     emit(event)
@@ -107,6 +110,7 @@ def schedule(call: Call) -> Look:
             id=id(of),
             optimizer=id(getattr(of, "optimizer", of)),
             metric=None if metric is None else float(metric),
+            by_script=called_by_script(),
         )
         emit(event)
 
