@@ -223,7 +223,9 @@ def _by_design(base: Trace, other: Trace) -> str:
         return f"{layer} differs by design"
     if local := rank.all(Local):
         return local[0].why
-    draws = any(step.all(Draw) for step in steps) or any(
+    draws = any(
+        step.all(Draw) for step in steps[1:]
+    ) or any(  # the first step's events begin with the data and the model
         before.before.draws != after.before.draws and not after.all(LoaderBegins)
         for before, after in itertools.pairwise(steps)
     )

@@ -28,15 +28,19 @@ def _left_out(trace: Trace) -> Findings:
 
 
 def _trained_on(trace: Trace) -> Findings:
-    """Rows are compared, since each data set has numbers of its own."""
-    every = [epoch for rank in trace.ranks for epoch in epochs(rank)]
-    training = [epoch for epoch in every if epoch.trains]
-    trained = set(itertools.chain(*(epoch.rows for epoch in training)))
-    data = {epoch.begin.dataset for epoch in training}
-    for epoch in every:
+    """Samples of the set on which training has gone on before. Rows are compared, since each data set has numbers of its own."""
+    trained = dict[int, set[int]]()
+    for rank in trace.ranks:
+        for epoch in epochs(rank):
+            if epoch.trains:
+                trained.setdefault(epoch.begin.dataset, set()).update(epoch.rows)
+    latest: int | None = None
+    for epoch in epochs(trace.ranks[0]):
         rows = set(epoch.rows)
-        if not epoch.trains and epoch.begin.dataset not in data and 2 * len(rows & trained) > len(rows):
-            text = f"{len(rows & trained)} of {len(rows)} samples of this evaluation are trained on, too"
+        if epoch.trains:
+            latest = epoch.begin.dataset
+        elif latest is not None and epoch.begin.dataset != latest and 2 * len(rows & trained[latest]) > len(rows):
+            text = f"{len(rows & trained[latest])} of {len(rows)} samples of this evaluation are trained on, too"
             yield Finding("evaluates-what-is-trained-on", epoch.begin, text, 0)
             return
 
