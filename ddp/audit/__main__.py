@@ -33,6 +33,7 @@ def main() -> None:
         config.json.write_text(json.dumps({"script": script, **report.as_json()}, indent=1) + "\n")
     if report.wrong():
         sys.exit(1)
+    print(f"looked at: {report.looked_at}")
     print("nothing wrong was found")
 
 

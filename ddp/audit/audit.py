@@ -17,8 +17,9 @@ from common.errors import UsageError
 from common.foreign_script import start
 from common.foreign_script.run import Outcome
 from ddp.audit import launch
-from ddp.audit.detectors import find, unjudged
+from ddp.audit.detectors import find
 from ddp.audit.detectors.finding import Finding
+from ddp.audit.detectors.judged import judged
 from ddp.audit.names import is_ignored, require_ignored
 from ddp.audit.settle import settle
 from ddp.audit.trace import Trace, read
@@ -69,6 +70,7 @@ class Report:
     :ivar partly: what was not watched, and why detectors judged nothing of what they look at, a line each
     :ivar ignored: what the user leaves out
     :ivar cleared: suspicions that a second run has cleared
+    :ivar looked_at: what was judged
     """
 
     outcome: Outcome
@@ -78,14 +80,15 @@ class Report:
     ignored: list[Finding] = field(default_factory=list)
     variations: list[Variation] = field(default_factory=list)
     cleared: list[Finding] = field(default_factory=list)
+    looked_at: str = ""
 
     def wrong(self) -> list[Finding]:
         """The findings that are proven.
 
         :raises UsageError: if the script could not be judged
         """
-        if self.unjudged:
-            raise UsageError(self.unjudged)
+        if self.unjudged or not self.looked_at:
+            raise UsageError(self.unjudged or "no detector saw anything that it could judge")
         wrong = [finding for finding in self.findings if finding.is_wrong]
         if not wrong and not all(one.is_judged or not one.plan.is_asked for one in self.variations):
             raise UsageError("the script did not run in every way that was asked for; see above")
@@ -98,6 +101,7 @@ class Report:
             "ignored": [finding.as_json() for finding in self.ignored],
             "cleared": [finding.as_json() for finding in self.cleared],
             "not_judged": self.partly,
+            "looked_at": self.looked_at,
             "variations": [variation.as_json() for variation in self.variations],
         }
 
@@ -129,7 +133,8 @@ def audit(config: AuditConfig, script: Sequence[str], say: Callable[[object], ob
     found = find(trace) if trace.ranks else []
     why = why_unjudged(trace, outcome)
     missing = [f"not watched, since this torch does not have it: {name}" for name in trace.not_watched]
-    report = Report(outcome, why, missing + ([] if why else unjudged(trace)))
+    not_judged, seen = ([], "") if why else judged(trace)
+    report = Report(outcome, why, missing + not_judged, looked_at=seen)
     for finding in found:
         _add(report, finding, config)
     for line in (_summary(trace, report, start.device_for(config.device, config.ranks)), *report.partly):

@@ -242,8 +242,8 @@ def _is_of_torch(steps: Sequence[Step]) -> bool:
     """Whether the losses that were seen make up all from which the backward passes began."""
     return all(
         math.isclose(
-            sum(one.share for one in step.all(Loss)),
-            sum(one.loss for one in step.all(Backward)),
+            sum(one.share for one in step.losses),
+            sum(one.loss for one in step.passes),
             rel_tol=UNASKED,
             abs_tol=EPS,
         )

@@ -12,11 +12,13 @@ from ddp.audit.watch.event_types import (
     Backward,
     Batch,
     BeforeStep,
+    Clip,
     Event,
     Group,
     JoinBegins,
     LoaderBegins,
     LoaderEnds,
+    Loss,
     Names,
     NotWatched,
     Probes,
@@ -30,6 +32,7 @@ from ddp.audit.watch.event_types import (
 )
 
 E = TypeVar("E", bound=Event)
+T = TypeVar("T")
 
 
 @dataclass
@@ -45,19 +48,55 @@ class Events:
         return next((event for event in reversed(self.events) if isinstance(event, kinds)), None)
 
     @property
-    def computed(self) -> list[Probes]:
-        """For each backward pass the gradients that the rank computed by itself; empty where they were not looked at."""
-        return [one.computed for one in self.all(Backward)]
-
-    @property
     def scale(self) -> float:
         """The factor by which the scaler has multiplied the loss."""
         last = self.last(Scale)
         return last.scale if last else 1.0
 
 
+@dataclass
 class Step(Events):
-    """The events that led to one optimizer step, and the step itself: all events of the rank since the step before."""
+    """The events that led to one optimizer step, and the step itself: all events of the rank since the step before of any optimizer.
+
+    Backward passes and clippings of other parameters are left out. Passes before that step, whose gradients this one takes, come first.
+
+    :ivar passes: the backward passes whose gradients the optimizer takes: those since its parameters' gradients were cleared
+    :ivar losses: those of these passes
+    """
+
+    passes: list[Backward] = field(default_factory=list)
+    losses: list[Loss] = field(default_factory=list)
+
+    def end(self, passes: list[Backward]) -> None:
+        """The step is complete.
+
+        :param passes: all of the rank since the optimizer's step before
+        """
+        own = set(self.own)
+        # No pass computes those of shards.
+        touching = [one for one in passes if own & one.computed.keys()] or self.all(Backward)
+        anew = [
+            i for i, one in enumerate(touching) if one.computed and not any(any(one.before.get(n, ())) for n in own)
+        ]
+        self.passes = touching[max(anew, default=0) :]
+        events, losses = self.events, list[Loss]()
+        self.events = [one for one in self.passes if one not in events]
+        for event in events:
+            is_own = True
+            if isinstance(event, Loss):
+                losses.append(event)
+            elif isinstance(event, Clip):
+                is_own = not event.parameters or not own.isdisjoint(event.parameters)
+            elif isinstance(event, Backward):
+                is_own = event in touching
+                self.losses += losses if event in self.passes else []
+                losses = []
+            self.events += [event] if is_own else []
+
+    @property
+    def computed(self) -> list[Probes]:
+        """For each pass the gradients that the rank computed by itself; empty where they were not looked at."""
+        return [one.computed for one in self.passes]
 
     @property
     def number(self) -> int:
@@ -96,10 +135,18 @@ class RankTrace(Events):
     steps: list[Step] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        step = Step([])
+        step, passes = Step([]), list[Backward]()
+        stepped = dict[
+            tuple[str, ...], int
+        ]()  # by an optimizer's parameters, how many passes there were at its latest step
         for event in self.events:
             step.events.append(event)
-            if isinstance(event, Stepped) and step.all(BeforeStep):  # of nested optimizers, the outer one ends later
+            if isinstance(event, Backward):
+                passes.append(event)
+            elif isinstance(event, Stepped) and step.all(BeforeStep):  # of nested optimizers, the outer one ends later
+                own = tuple(step.own)
+                step.end(passes[stepped.get(own, 0) :])
+                stepped[own] = len(passes)
                 self.steps.append(step)
                 step = Step([])
             elif isinstance(event, Skipped):  # the scaler left a step with inf out
@@ -161,8 +208,9 @@ def epochs(trace: RankTrace) -> list[Epoch]:
             found[event.iterator].ended = True
         elif latest is not None:
             latest.after.append(event)
-            if isinstance(event, Backward):
+            if isinstance(event, Backward) and drawn:
                 # A loader trains if it gives one batch to each pass. An evaluation takes more, or ends, or comes now and then.
+                # Another pass, without a batch of its own, belongs to the one before.
                 before, once = once, {number for number in drawn if drawn[number] == 1 and not found[number].ended}
                 for number in before & once:
                     found[number].trains = True
@@ -193,22 +241,36 @@ class Trace:
     def steps(self) -> Iterator[list[Step]]:
         """Each optimizer step, as all ranks took it; none under ``join``, where ranks do not take the same steps."""
         if not any(rank.all(JoinBegins) for rank in self.ranks):
-            for steps in zip(*(rank.steps for rank in self.ranks), strict=False):
+            for steps in _paired([[(step.before.where, step) for step in rank.steps] for rank in self.ranks]):
                 if not any(step.has_closure for step in steps):
                     yield list(steps)
 
     def epochs(self, train: bool) -> Iterator[tuple[Epoch, ...]]:
         """Each iteration over a loader, as all ranks made it: those of training, or those of evaluations."""
         chosen = [[one for one in epochs(rank) if one.trains == train and one.begin.evaluates] for rank in self.ranks]
-        return zip(*chosen, strict=False)
+        return _paired([[(one.begin.where, one) for one in of_rank] for of_rank in chosen])
 
 
 def together(parts: Iterable[RankTrace | Step], kind: type[E]) -> Iterator[tuple[E, ...]]:
-    """The first event of this kind of each rank, then the second of each, and so on.
+    """The events of this kind that all ranks have: at the same line, the first there, then the second there, and so on.
 
     :param parts: of each rank, its whole trace or a step
     """
-    return zip(*(part.all(kind) for part in parts), strict=False)
+    return _paired([[(event.where, event) for event in part.all(kind)] for part in parts])
+
+
+def _paired(of_ranks: Iterable[Iterable[tuple[str, T]]]) -> Iterator[tuple[T, ...]]:
+    """The things that all ranks have, each given with its line, in the order of rank 0: one that a rank does alone shifts no others."""
+    numbered: list[dict[tuple[str, int], T]] = []
+    for things in of_ranks:
+        counts = Counter[str]()
+        numbered.append({})
+        for where, thing in things:
+            numbered[-1][where, counts[where]] = thing
+            counts[where] += 1
+    for key in numbered[0]:
+        if all(key in of_rank for of_rank in numbered):
+            yield tuple(of_rank[key] for of_rank in numbered)
 
 
 def read(directory: Path) -> Trace:

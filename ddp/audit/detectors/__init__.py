@@ -19,13 +19,13 @@ from ddp.audit.detectors import (
     optimizers,
     order,
     randomness,
+    reading,
     replicas,
     schedules,
     weights,
 )
 from ddp.audit.detectors.finding import Finding
 from ddp.audit.trace import Trace
-from ddp.audit.watch.event_types import JoinBegins
 
 # In this order: a detector that knows a cause comes before those that see only its effect.
 DETECTORS = (
@@ -43,23 +43,8 @@ DETECTORS = (
     checkpoints,
     replicas,
     costs,
+    reading,
 )
-
-
-def unjudged(trace: Trace) -> list[str]:
-    """A line for each detector that could judge none of the optimizer steps, and why."""
-    taken = len(trace.ranks[0].steps)
-    if taken and not any(trace.steps()):
-        under_join = any(rank.all(JoinBegins) for rank in trace.ranks)
-        return [
-            f"0 of {taken} steps judged: {'DDP joins uneven ranks' if under_join else 'the optimizer calls its closure'}"
-        ]
-    reasons = {detector: detector.unjudged(trace) for detector in (averages, weights, replicas) if taken}
-    return [
-        f"0 of {taken} steps judged by {detector.__name__.rpartition('.')[2]}: {reason}"
-        for detector, reason in reasons.items()
-        if reason
-    ]
 
 
 def find(trace: Trace) -> list[Finding]:

@@ -15,11 +15,12 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from ddp.audit.detectors.finding import KINDS, Finding, Findings
-from ddp.audit.detectors.replicas import differing
+from ddp.audit.detectors.replicas import differing, own_of_ranks
 from ddp.audit.trace import Step, Trace
 from ddp.audit.watch.event_types import (
     Around,
     Backward,
+    Batch,
     BeforeStep,
     Clip,
     Collective,
@@ -49,7 +50,8 @@ BLAMED: dict[str, type[Event]] = {
 
 
 def detect(trace: Trace) -> Findings:
-    findings = (finding for steps in trace.steps() for finding in _of_step(trace, steps))
+    own = own_of_ranks(trace)
+    findings = (finding for steps in trace.steps() for finding in _of_step(trace, steps, own))
     finding = next(findings, None)
     if finding and finding.name == LAST:
         finding = next(findings, None)  # once is right: a warm-up pass before the first step
@@ -57,6 +59,10 @@ def detect(trace: Trace) -> Findings:
         yield Finding("local-sgd", finding.event, diverges=True, is_hint=True)
     elif finding:
         yield finding
+    elif own:
+        which = trace.names.get(min(own), min(own))
+        text = f"{which} and {len(own) - 1} more are other parameters on each rank: as of model parallelism, or nothing averages them"
+        yield Finding(LOCAL, trace.ranks[0].steps[0].before, text, is_hint=True)
 
 
 def _meet_again(trace: Trace) -> bool:
@@ -70,18 +76,30 @@ def _meet_again(trace: Trace) -> bool:
     )
 
 
-def _of_step(trace: Trace, steps: list[Step]) -> Findings:
-    if _why_not(steps):
+def _of_step(trace: Trace, steps: list[Step], own: set[str]) -> Findings:
+    if why_not(steps):
         return
-    shared = _shared(steps)
+    shared = _shared(steps) - own
     wrong = {number: name for number in steps[0].own if number in shared and (name := _explain(number, steps))}
     for name, _ in Counter(wrong.values()).most_common(1):
-        of_terms = sum(loss.weight * loss.terms / step.scale for step in steps for loss in step.all(Loss))
+        of_terms = sum(loss.weight * loss.terms / step.scale for step in steps for loss in step.losses)
         # The script may divide the loss and not the gradients, or the other way round: together they are right.
         if name in (SUM, TWICE) and math.isclose(of_terms / len(steps) * factor_of(steps), 1, rel_tol=TOLERANCE):
             return
         number = next(number for number in wrong if wrong[number] == name)
         yield _finding(name, trace, steps[0], f"{trace.names.get(number, number)} and {len(wrong) - 1} more")
+    if not wrong and _loses_a_batch(steps[0]):
+        yield _finding(LAST, trace, steps[0], f"{len(steps[0].passes)} of {len(steps[0].all(Backward))} are left")
+
+
+def _loses_a_batch(step: Step) -> bool:
+    """Whether gradients are cleared that came from another batch than those that are left. An attack's come from the same."""
+    kept = step.events.index(step.passes[0])
+    cleared = next((at for at, event in enumerate(step.events[:kept]) if isinstance(event, Backward)), kept)
+    if step.all(Batch):
+        return any(isinstance(event, Batch) for event in step.events[cleared:kept])
+    targets = [event.probes[1] for event in step.events[:kept] if isinstance(event, Loss)]
+    return cleared < kept and any(target != targets[0] for target in targets)
 
 
 def _shared(steps: list[Step]) -> set[str]:
@@ -89,10 +107,10 @@ def _shared(steps: list[Step]) -> set[str]:
     return set.intersection(*(step.before.gradients.keys() & set(step.own) for step in steps))
 
 
-def _why_not(steps: list[Step]) -> str:
+def why_not(steps: list[Step]) -> str:
     """Why a step cannot be judged; empty if it can."""
     orders = [[isinstance(event, Clip) for event in step.all(Backward, Clip)] for step in steps]
-    passes = {order.count(False) for order in orders}
+    passes = {len(step.passes) for step in steps}
     if any(order != sorted(order) for order in orders):
         return "gradients are clipped between two backward passes"  # clipping.py tells of it
     if changes_weights(steps[0]):
@@ -102,12 +120,6 @@ def _why_not(steps: list[Step]) -> str:
     if any(step.after.sharded for step in steps):
         return "the parameters are sharded"
     return "" if _shared(steps) else "the ranks' optimizers share no parameter with a gradient"
-
-
-def unjudged(trace: Trace) -> str:
-    """Why no step could be judged; empty if one was."""
-    reasons = list(map(_why_not, trace.steps()))
-    return reasons[0] if all(reasons) else ""
 
 
 def changes_weights(step: Step) -> bool:
@@ -135,7 +147,7 @@ def _explain(number: str, steps: list[Step]) -> str | None:
     computed, norms = probes[..., :-1], probes[..., -1]  # for each rank and pass
     if len(got) < ranks or not np.isfinite(probes).all() or not norms.any():
         return None
-    left = np.array([step.all(Backward)[0].before.get(number, NO_GRADIENT)[:-1] for step in steps])
+    left = np.array([step.passes[0].before.get(number, NO_GRADIENT)[:-1] for step in steps])
     totals = computed.sum(axis=1)
     average = totals.mean(axis=0)
     passes = computed.shape[1]
@@ -151,8 +163,6 @@ def _explain(number: str, steps: list[Step]) -> str | None:
         return SUM
     if equal(got, average / ranks):
         return TWICE
-    if equal(got, computed[:, -1].mean(axis=0)):
-        return LAST
     if passes > 1 and not any(equal(got[0], other) for other in got[1:]):
         return PARTLY
     return None if equal(got, got[0]) else DIFFERENT

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from ddp.audit.detectors.averages import factor_of
 from ddp.audit.detectors.finding import Finding, Findings
 from ddp.audit.trace import Events, Step, Trace, together
 from ddp.audit.watch.event_types import Backward, Clip, Collective, Scale, Unscale
@@ -78,10 +79,13 @@ def _by_hand(steps: list[Step]) -> Findings:
     """Norms that the script sums over the ranks itself, though the gradients are averaged and not sharded."""
     last = steps[0].last(Backward)
     norm = (last and last.norm) or 0.0
+    clipped_by = [clip.norm for clip in steps[0].all(Clip)]
     for event in steps[0].all(Collective):
-        for before, after in zip(event.before, event.after, strict=True):
-            for value, name in ((norm, "norm"), (norm**2, "squared norm")):
-                if before and all(math.isclose(one, value, rel_tol=SAME) for one in (before, after / len(steps))):
+        for before, after in zip(event.before, event.after, strict=True):  # of tensors with one element
+            for power, name in ((1, "norm"), (2, "squared norm")):
+                is_sum = all(math.isclose(one, norm**power, rel_tol=SAME) for one in (before, after / len(steps)))
+                is_used = any(one and math.isclose(one, abs(after) ** (1 / power), rel_tol=SAME) for one in clipped_by)
+                if before and is_sum and (is_used or not math.isclose(factor_of(steps), 1, rel_tol=TOLERANCE)):
                     yield Finding(
                         "norm-summed-twice",
                         event,

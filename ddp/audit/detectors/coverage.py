@@ -101,6 +101,8 @@ def _left_out(of_ranks: Sequence[Epoch], number: int) -> Findings:
     length, samples = begin.length, [epoch.samples for epoch in of_ranks]
     if not length or not all(samples) or any(epoch.begin.length != length for epoch in of_ranks):
         return
+    if any(len(set(own)) < len(own) for own in samples):
+        return  # drawn with replacement
     seen = set(itertools.chain(*samples))
     missing = length - len(seen)
     if missing >= max(len(of_ranks[0].batches[0].indices or ()) * len(of_ranks), 2) and max(seen) < length:

@@ -6,14 +6,20 @@ import itertools
 from collections.abc import Sequence
 
 from ddp.audit.detectors.finding import Finding, Findings
-from ddp.audit.trace import Epoch, Trace, together
-from ddp.audit.watch.event_types import Backward, Collective, Evaluation, Forward
+from ddp.audit.trace import Epoch, Trace, epochs, together
+from ddp.audit.watch.event_types import Backward, Batch, Collective, Evaluation, Event, Forward, LoaderEnds
 
 
 def detect(trace: Trace) -> Findings:
     first = trace.ranks[0]
-    for event in first.all(Evaluation):
-        if event.training and event.random:
+    training = {epoch.begin.iterator for epoch in epochs(first) if epoch.trains}
+    latest: Event | None = None
+    for event in first.all(Evaluation, Batch, LoaderEnds):
+        if not isinstance(event, Evaluation):
+            latest = event
+        elif isinstance(latest, Batch) and latest.iterator in training:
+            continue  # a part of a training step, such as a teacher's pass
+        elif event.training and event.random:
             yield Finding(
                 "evaluates-in-training-mode",
                 event,

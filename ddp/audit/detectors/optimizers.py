@@ -8,16 +8,16 @@ from ddp.audit.watch.event_types import Backward, Forward, ZeroGrad
 
 
 def detect(trace: Trace) -> Findings:
-    by_line: dict[str, list[Step]] = {}
+    by_optimizer: dict[tuple[str, ...], list[Step]] = {}
     for step in trace.ranks[0].steps:
         if step.before.parameters is not None and not step.has_closure:
-            by_line.setdefault(step.before.where, []).append(step)
-    for steps in by_line.values():
-        yield from _of_line(steps)
+            by_optimizer.setdefault((step.before.where, *step.own), []).append(step)
+    for steps in by_optimizer.values():
+        yield from _of_optimizer(steps)
     yield from _owned_by_none(trace)
 
 
-def _of_line(steps: list[Step]) -> Findings:
+def _of_optimizer(steps: list[Step]) -> Findings:
     first = steps[0].before
     always_without = set.intersection(*(set(step.before.without_gradient) for step in steps))
     none_has = len(always_without) == len(first.own) > 0 and any(step.computed for step in steps)
@@ -40,11 +40,8 @@ def _of_line(steps: list[Step]) -> Findings:
 
 def _starts_with_a_rest(step: Step) -> bool:
     """Whether the optimizer's gradients are there before the first backward pass that computes them: all that are not zero."""
-    passes, gradients = step.all(Backward), step.before.gradients
-    # No pass computes the gradients of shards.
-    own = [one for one in passes if one.computed.keys() & set(step.own)] or passes
-    used = [number for number in step.own if any(gradients.get(number, ()))]
-    return bool(own and used) and all(any(own[0].before.get(number, ())) for number in used)
+    used = [number for number in step.own if any(step.before.gradients.get(number, ()))]
+    return bool(step.passes and used) and all(any(step.passes[0].before.get(number, ())) for number in used)
 
 
 def _owned_by_none(trace: Trace) -> Findings:

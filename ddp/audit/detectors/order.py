@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ddp.audit.detectors.finding import Finding, Findings
 from ddp.audit.trace import RankTrace, Trace, epochs
-from ddp.audit.watch.event_types import Backward, Event, LoaderEnds, Skipped, Stepped, ZeroGrad
+from ddp.audit.watch.event_types import LoaderEnds
 
 
 def detect(trace: Trace) -> Findings:
@@ -26,22 +26,15 @@ def detect(trace: Trace) -> Findings:
 
 
 def _leftover(first: RankTrace) -> Findings:
-    """Backward passes at an epoch's end that no optimizer step follows: their gradients enter the next epoch's first step."""
-    left: list[Event] = []
-    over = 0  # how many there are at the epoch's end
-    usual = len(first.steps[0].computed) if first.steps else 1
-    for event in first.events:
-        if isinstance(event, (Stepped, Skipped, ZeroGrad)):
-            left, over = [], 0
-        elif isinstance(event, Backward):
-            if over and len(left) >= usual:  # a loop that counts on from epoch to epoch takes as many as ever
-                yield Finding(
-                    "micro-batches-left-over",
-                    left[0],
-                    f"{over} micro-batch{'es' * (over > 1)} at an epoch's end: the gradients enter the next one's first step",
-                    0,
-                )
-                return
-            left.append(event)
-        elif isinstance(event, LoaderEnds):
-            over = over or len(left)
+    """A step that takes backward passes from before an epoch's end and from after it, and more than others take."""
+    for step in first.steps:
+        ends = [step.events.index(event) for event in step.all(LoaderEnds)]
+        left = [one for one in step.passes if ends and step.events.index(one) < ends[0]]
+        if left and len(step.passes) > max(len(left), len(first.steps[0].passes)):
+            yield Finding(
+                "micro-batches-left-over",
+                left[0],
+                f"{len(left)} micro-batch{'es' * (len(left) > 1)} at an epoch's end: the gradients enter the next one's first step",
+                0,
+            )
+            return

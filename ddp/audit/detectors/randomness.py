@@ -21,7 +21,7 @@ def _draws(trace: Trace) -> Findings:
     ] = {}  # rank 0's draws, each with whether all ranks draw the same for their samples
     for steps in trace.steps():
         samples = {loss.samples for step in steps for loss in step.all(Loss)}
-        if len(steps) < 2 or len({len(step.all(Draw)) for step in steps}) > 1:
+        if len(steps) < 2:
             continue
         for draws in together(steps, Draw):
             rows = draws[0].shape[0]
@@ -81,7 +81,7 @@ def _workers(trace: Trace) -> Findings:
         for rank in trace.ranks:
             for worker in rank.workers:
                 states = [event.worker if of_worker else event.generators for event in worker.all(Worker)]
-                for before, after in zip(states[0], states[-1], strict=True):
+                for before, after in zip(states[0], states[-1], strict=False):
                     if before != after:
                         starts.setdefault(before, []).append(rank.rank)
         same = max(starts.values(), key=len, default=[])

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from ddp.audit.detectors.finding import Finding, Findings
 from ddp.audit.trace import Step, Trace
-from ddp.audit.watch.event_types import BeforeStep, JoinBegins, Stepped, Weights
+from ddp.audit.watch.event_types import BeforeStep, JoinBegins, Names, Stepped, Weights
 
 
 def detect(trace: Trace) -> Findings:
+    own = own_of_ranks(trace)
     for steps in trace.steps():
-        if any(step.after.sharded for step in steps):
+        if why_not(steps):
             return  # each rank has another part
-        computed = [set[str]().union(*step.computed) for step in steps]  # other parameters may be shards
+        computed = {number for step in steps for one in step.computed for number in one}  # others may be shards
         for kind, when in ((BeforeStep, "before"), (Stepped, "after")):
-            for number in sorted(differing(steps, kind).intersection(*computed), key=int):
+            for number in sorted(differing(steps, kind) & computed - own, key=int):
                 yield Finding(
                     "weights-differ",
                     steps[0].before,
@@ -21,7 +22,11 @@ def detect(trace: Trace) -> Findings:
                     is_effect=True,
                 )
                 return
-    counts = [len(rank.steps) for rank in trace.ranks]
+    # A rank may have a model of its own, such as a probe.
+    shared = set.intersection(
+        *({number for event in rank.all(Names) for number in event.names} for rank in trace.ranks)
+    )
+    counts = [sum(not shared.isdisjoint(step.own) for step in rank.steps) for rank in trace.ranks]
     fewest, most = counts.index(min(counts)), counts.index(max(counts))
     if fewest != most and not any(rank.all(JoinBegins) for rank in trace.ranks):
         yield Finding(
@@ -34,9 +39,22 @@ def detect(trace: Trace) -> Findings:
         )
 
 
-def unjudged(trace: Trace) -> str:
-    """Why no step could be judged; empty if one was."""
-    return "the parameters are sharded" if trace.ranks[0].steps[0].after.sharded else ""
+def why_not(steps: list[Step]) -> str:
+    """Why a step cannot be judged; empty if it can."""
+    return "the parameters are sharded" if any(step.after.sharded for step in steps) else ""
+
+
+def own_of_ranks(trace: Trace) -> set[str]:
+    """Parameters of which each rank has others, as of model parallelism: at the first step, weights and gradients differ.
+
+    They are only if the ranks have replicas, too: if nothing is averaged, all gradients differ.
+    """
+    for steps in trace.steps():
+        differ, (first, *others) = differing(steps, BeforeStep), (step.before.gradients for step in steps)
+        same = {number for number in first if all(first[number] == other.get(number) for other in others)}
+        has_replicas = any(any(first[number]) for number in same - differ)
+        return differ - same if has_replicas else set()
+    return set()
 
 
 def differing(steps: list[Step], kind: type[Weights]) -> set[str]:

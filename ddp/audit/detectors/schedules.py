@@ -15,14 +15,13 @@ def detect(trace: Trace) -> Findings:
     first, ranks = trace.ranks[0], trace.world_size
     for step in first.steps[1:]:
         counts = Counter((event.where, event.id) for event in step.all(Schedule))
-        # Accelerate's takes a step for each process, and its users count in such steps.
-        own = [event for event in step.all(Schedule) if event.by_script]
-        often = [event for event in own if counts[event.where, event.id] == ranks > 1]
+        often = [event for event in step.all(Schedule) if counts[event.where, event.id] == ranks > 1]
         if often:
             yield Finding(
                 "scheduler-of-each-process",
                 often[0],
                 f"the schedule takes {ranks} steps for one optimizer step, so it runs {ranks} times too fast",
+                is_hint=often[0].of_processes,
             )
             break
     loaders = first.all(LoaderBegins)

@@ -15,7 +15,7 @@ from operator import attrgetter
 from ddp.audit.detectors.averages import factor_of
 from ddp.audit.detectors.finding import Finding, Findings
 from ddp.audit.trace import Step, Trace
-from ddp.audit.watch.event_types import Loss, PutBack, ZeroGrad
+from ddp.audit.watch.event_types import Loss, PutBack
 
 equal = functools.partial(math.isclose, rel_tol=1e-3)
 
@@ -23,11 +23,28 @@ equal = functools.partial(math.isclose, rel_tol=1e-3)
 def detect(trace: Trace) -> Findings:
     for steps in trace.steps():
         yield from _of_step(steps)
+    yield from _short_windows(trace)
 
 
-def unjudged(trace: Trace) -> str:
-    """Why no step could be judged; empty if one was."""
-    return "" if any(rank.all(Loss) for rank in trace.ranks) else "no loss of torch.nn.functional was seen"
+def _short_windows(trace: Trace) -> Findings:
+    """Steps of fewer micro-batches than others, such as an epoch's last, whose weights sum to that part of 1."""
+    windows: list[tuple[int, float, _Loss]] = []
+    for steps in trace.steps():
+        if losses := [loss for rank, step in enumerate(steps) for loss in _losses(rank, step)]:
+            total = sum(loss.weight * loss.terms for loss in losses) / len(steps)
+            windows.append((len(steps[0].passes), total, losses[-1]))
+    most = max((count for count, _, _ in windows), default=0)
+    is_divided = any(count == most and equal(total, 1) for count, total, _ in windows)
+    for count, total, loss in windows:
+        if is_divided and count < most and equal(total, count / most):
+            text = f"a step of {count} micro-batch{'es' * (count > 1)} is divided by {most}: the weights of all terms sum to {total:.3g}"
+            yield Finding("short-window", loss, text)
+            return
+
+
+def why_not(steps: list[Step]) -> str:
+    """Why a step cannot be judged; empty if it can."""
+    return "" if any(step.losses for step in steps) else "no loss of torch.nn.functional was seen"
 
 
 class _Loss(Loss):
@@ -41,14 +58,10 @@ class _Loss(Loss):
 
 
 def _losses(rank: int, step: Step) -> list[_Loss]:
-    losses: list[_Loss] = []
-    for event in step.events:
-        if isinstance(event, ZeroGrad):
-            losses.clear()  # their gradients are gone
-        elif isinstance(event, Loss) and event.terms:
-            weight = abs(event.weight) / step.scale
-            losses.append(_Loss(**vars(event) | {"weight": weight, "rank": rank}))
-    return losses
+    scale = step.scale
+    return [
+        _Loss(**vars(loss) | {"weight": abs(loss.weight) / scale, "rank": rank}) for loss in step.losses if loss.terms
+    ]
 
 
 def _of_step(steps: list[Step]) -> Findings:

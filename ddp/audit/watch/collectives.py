@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .event_types import Collective, PutBack, WithoutGradient
-from .events import Call, Look, called_by_script, emit, frames, watch, where
+from .events import Call, Look, called_by_script, emit, frames, in_backward, is_below, thread, watch, where
 from .tensors import are_parameters, find_tensors
 
 WORDS = ("reduce", "gather", "scatter", "broadcast", "all_to_all", "barrier")
@@ -32,16 +32,19 @@ def collective(call: Call) -> Look:
     before = [value for tensor in few for value in tensor.double().flatten().tolist()]
     yield
     found = [tensor for tensor in find_tensors(arguments) if tensor.numel()]
-    # HACK: the private task id tells that a backward pass runs. If torch renames it, no run can be judged.
-    if name == "all_gather" and called_by_script():
-        _gathered.append((call.get("tensor_list"), call.get("tensor").requires_grad, where()))
+    if (
+        name == "all_gather" and called_by_script() and not is_below("torch.autograd.function")
+    ):  # which has its own backward
+        own = call.get("tensor")
+        needed = thread.gradients and own.requires_grad and own.numel() > 1  # one number is for a log
+        _gathered.append((call.get("tensor_list"), needed, where()))
     event = Collective(
         name=name,
         before=before,
         after=[value for tensor in few for value in tensor.double().flatten().tolist()],
         gaps=[one.stride() for one in found if not torch.ops.aten.is_non_overlapping_and_dense(one)],
         requires_grad=any(tensor.requires_grad and not tensor.is_leaf for tensor in found),
-        sends_parameter=torch._C._current_graph_task_id() != -1 and are_parameters(found),
+        sends_parameter=in_backward() and name == "all_reduce" and are_parameters(found),
     )
     emit(event)
 

@@ -1,7 +1,7 @@
 """The events that the watch writes and the detectors read: the whole contract between them.
 
 Each process writes one JSON object a line: the name of the class as ``kind``, and the fields. Parameters are known by their number, as
-text: the order in which a process met them. An object (a data set, an optimizer) is known by its id. A checksum tells whether two
+text: the order in which a process met them; an object (a data set, an optimizer) by a number of its own. A checksum tells whether two
 tensors are equal. A probe stands for a gradient: two weighted sums of some elements, and their norm.
 
 This file is loaded on both sides, so it imports nothing of the project.
@@ -25,7 +25,7 @@ _kinds: dict[str, Any] = {}  # by the class's name
 @dataclass_transform(kw_only_default=True, frozen_default=True)
 class _Typed:
     def __init_subclass__(cls) -> None:
-        _kinds[cls.__name__] = dataclass(frozen=True, kw_only=True)(cls)
+        _kinds[cls.__name__] = dataclass(frozen=True, kw_only=True, eq=False)(cls)
 
 
 class Event(_Typed):
@@ -85,6 +85,10 @@ class NotWatched(Event):
     name: str
 
 
+class Compiled(Event):
+    """torch.compile gets a model or a function, in which nothing is watched."""
+
+
 class JoinBegins(Event):
     """DDP's ``join`` begins, under which ranks may take different steps."""
 
@@ -142,7 +146,7 @@ class Evaluation(Event):
 class Loss(Event):
     """A loss function's result enters the backward pass.
 
-    :ivar call: ``file:line:instruction``
+    :ivar call: ``file:line:instruction`` of each call of the script that leads to it
     :ivar samples: the first dimension of its target
     :ivar terms: over which it takes its mean or sum; 0 if all are masked
     :ivar weight: the factor of each term in the gradient
@@ -289,10 +293,12 @@ class Autocast(Event):
 class Clip(Event):
     """Gradients are clipped.
 
+    :ivar parameters: whose; empty if they came one by one, as from ``parameters()``
     :ivar norm: None where it is not known
     :ivar limit: None where each element is clipped
     """
 
+    parameters: Sequence[str]
     norm: float | None
     limit: float | None
 
@@ -304,14 +310,14 @@ class Scheduled(Event):
     :ivar id: of itself
     :ivar optimizer: of its optimizer; an average has none but itself
     :ivar metric: by which it decides, if it does
-    :ivar by_script: whether the script itself has called it, and no library for it
+    :ivar of_processes: whether it is Accelerate's, which takes a step for each process by design
     """
 
     name: str
     id: int
     optimizer: int
     metric: float | None
-    by_script: bool
+    of_processes: bool
 
 
 class ScheduleMade(Scheduled):

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import itertools
 import os
 import sys
 import sysconfig
@@ -17,6 +18,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from .event_types import Event, NotWatched, Process, WatchError, as_line
 
@@ -64,19 +66,40 @@ def is_below(name: str) -> bool:
     return any(name in (frame.f_code.co_name, frame.f_globals.get("__name__")) for frame in frames())
 
 
-def where(with_instruction: bool = False) -> str:
-    """``file:line`` of the innermost line of the script that leads to the present call; of any code, if none is the script's.
-
-    :param with_instruction: whether to tell calls of one line apart
-    """
+def where() -> str:
+    """``file:line`` of the innermost line of the script that leads to the present call; of any code, if none is the script's."""
     outermost = ""
     for frame in frames():
         name = frame.f_code.co_filename
         if not name.startswith("<"):
-            outermost = f"{name}:{frame.f_lineno}" + (f":{frame.f_lasti}" if with_instruction else "")
+            outermost = f"{name}:{frame.f_lineno}"
             if not _is_library(name):
                 return outermost
     return getattr(threading.current_thread(), "_audit_started", outermost)
+
+
+def call_chain() -> str:
+    """Each ``file:line:instruction`` of the script that leads to the present call: calls by one helper are told apart."""
+    lines = ((frame.f_code.co_filename, frame.f_lineno, frame.f_lasti) for frame in frames())
+    return " ".join(f"{name}:{line}:{at}" for name, line, at in lines if name[0] != "<" and not _is_library(name))
+
+
+def in_backward() -> bool:
+    """Whether a backward pass runs."""
+    # HACK: by its private task id. If torch renames it, no run can be judged.
+    return torch._C._current_graph_task_id() != -1
+
+
+_identities = WeakIdKeyDictionary()
+_next_identity = itertools.count()
+
+
+def identity(of: object) -> int:
+    """A number that no other object gets, unlike its id; a list, which cannot be referred to weakly, has only that."""
+    try:
+        return int(_identities.setdefault(of, next(_next_identity)))
+    except TypeError:
+        return id(of)
 
 
 def called_by_script() -> bool:
@@ -131,8 +154,9 @@ thread = _Thread()
 
 
 def is_compiling() -> bool:
-    """Whether torch.compile or torch.jit.trace runs the code in order to compile it."""
-    return torch.compiler.is_compiling() or bool(torch.jit.is_tracing())  # type: ignore[attr-defined, no-untyped-call]
+    """Whether torch.compile or torch.jit.trace runs the code in order to compile it, or torch.func to transform it."""
+    compiles = torch.compiler.is_compiling() or bool(torch.jit.is_tracing())  # type: ignore[attr-defined, no-untyped-call]
+    return compiles or torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def watch(owner: Any, *names: str) -> Callable[[Watcher], Watcher]:
@@ -165,7 +189,7 @@ def _watched(function: Callable[..., Any], watcher: Watcher) -> Callable[..., An
             next(look, None)
         thread.running.append(watcher)
         try:
-            call.result = function(*args, **kwargs)
+            call.result = function(*call.args, **call.kwargs)
         except BaseException:
             with quiet():
                 look.close()

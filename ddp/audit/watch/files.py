@@ -78,12 +78,13 @@ def _states(obj: Any) -> Iterator[str]:
             yield "optimizer"
         if {"scale", "growth_factor"} <= keys:
             yield "scaler"
-        if "last_epoch" in keys:
+        is_schedule = {"last_epoch", "_last_lr"} <= keys
+        if is_schedule:
             yield "schedule"
         has_weights = any(isinstance(one, Tensor) and one.is_floating_point() for one in value.values())
         if has_weights and "state" not in path[:-1]:  # those of an optimizer are below state and a number
             yield "model"
-        of_torch = keys & {"last_epoch", "growth_factor", "param_groups", "exp_avg"} or "param_groups" in path
+        of_torch = is_schedule or keys & {"growth_factor", "param_groups", "exp_avg"} or "param_groups" in path
         names = [key.lower() for key, one in value.items() if isinstance(key, str) and isinstance(one, int)]
         if not of_torch and any(word in name for name in names for word in PROGRESS):
             yield "progress"

@@ -12,7 +12,7 @@ from torch.utils.hooks import unserializable_hook
 
 from . import tensors
 from .event_types import Backward, Probes, ZeroGrad
-from .events import Call, Look, detailed, emit, quiet, watch
+from .events import Call, Look, detailed, emit, in_backward, quiet, watch
 
 _computed: dict[str, Tensor] = {}  # the probes by number of the parameter, in the running backward pass
 _hooked: set[str] = set()
@@ -27,6 +27,9 @@ def zero_grad(call: Call) -> Look:
 
 @watch(torch.autograd, "backward")
 def backward(call: Call) -> Look:
+    if in_backward():  # reentrant checkpointing: a part of the pass that runs
+        yield
+        return
     watch_parameters()
     _computed.clear()
     before = gradient_probes() if detailed() else {}

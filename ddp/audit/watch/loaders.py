@@ -19,7 +19,7 @@ from torch.utils.data._utils import fetch
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from .event_types import Batch, LoaderBegins, LoaderEnds, WeightedMade, WeightedOrder, Worker
-from .events import Call, Look, emit, is_below, watch, where
+from .events import Call, Look, emit, identity, is_below, watch, where
 from .tensors import find_tensors, rows
 
 GENERATORS = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
@@ -46,10 +46,11 @@ def iterate(call: Call) -> Look:
     iterator._audit_number = next(_next_number)
     sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
     iterable = isinstance(loader.dataset, data.IterableDataset)
+    divided = getattr(sampler, "dataset", loader.dataset)  # a sampler may divide the order of another one
     event = LoaderBegins(
         iterator=iterator._audit_number,
-        dataset=id(loader.dataset),
-        length=0 if iterable else operator.length_hint(loader.dataset),  # 0 if it is not known
+        dataset=identity(loader.dataset),
+        length=0 if iterable else operator.length_hint(divided),  # 0 if it is not known
         iterable=iterable,
         evaluates=not is_below("torch.optim.swa_utils"),
         sampler=type(sampler).__name__,
@@ -100,13 +101,13 @@ def _integers(indices: Any) -> list[int] | None:
 
 @watch(data.WeightedRandomSampler, "__init__")
 def weigh(call: Call) -> Look:
-    emit(WeightedMade(sampler=id(call.args[0])))
+    emit(WeightedMade(sampler=identity(call.args[0])))
     yield
 
 
 @watch(data.WeightedRandomSampler, "__iter__")
 def iterate_weighted(call: Call) -> Look:
-    emit(WeightedOrder(sampler=id(call.args[0])))
+    emit(WeightedOrder(sampler=identity(call.args[0])))
     yield
 
 

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import unserializable_hook
 
 from .event_types import Local, Loss
-from .events import Call, Look, emit, quiet, thread, watch, where
+from .events import Call, Look, call_chain, emit, quiet, thread, watch, where
 from .tensors import probe
 
 CLASSES = ("cross_entropy", "nll_loss")
@@ -26,6 +26,7 @@ ELEMENTS = (
     "binary_cross_entropy",
     "binary_cross_entropy_with_logits",
 )
+SAME = 1e-3  # terms of one mean have the same factor, but for rounding
 
 
 @watch(F, *CLASSES, *ELEMENTS)
@@ -44,7 +45,7 @@ def loss(call: Call) -> Look:
     reduction = call.get("reduction", "mean")
     event = Loss(
         where=where(),
-        call=where(with_instruction=True),
+        call=call_chain(),
         samples=samples,
         terms=terms,
         weight=0.0,
@@ -79,6 +80,8 @@ def _weighted(reduction: str, event: Loss, value: Tensor, factor: Tensor) -> Non
     share = (factor.detach().double() * value).sum().item()
     factors = factor.detach().double()
     factors = factors[factors != 0]  # a term that is masked has no weight
+    if factors.numel() and factors.abs().max() > (1 + SAME) * factors.abs().min():
+        return  # terms of different weights by design, such as a mean of sequences' means
     terms = factors.numel() if reduction == "none" else event.terms if factors.numel() else 0
     weight = factors.mean().item() / (terms if reduction == "mean" else 1) if terms else 0.0
     emit(dataclasses.replace(event, terms=terms, weight=weight, share=share))

@@ -28,10 +28,10 @@ from .event_types import (
     Stepped,
     Unscale,
 )
-from .events import Call, Look, called_by_script, detailed, emit, is_below, quiet, thread, watch
+from .events import Call, Look, detailed, emit, identity, is_below, quiet, thread, watch
 from .gradients import gradient_probes, watch_parameters
 from .randomness import draws, of_main_process
-from .tensors import checksum, is_shard, number_of
+from .tensors import checksum, is_shard, known, number_of
 
 KILL_AT = int(os.environ.get("DDP_AUDIT_KILL_AT", 0))
 # torch/distributed/checkpoint/state_dict.py makes the state to load into by a step that changes nothing.
@@ -107,10 +107,10 @@ def schedule(call: Call) -> Look:
         kinds = (Average, AverageMade) if isinstance(of, AveragedModel) else (Schedule, ScheduleMade)
         event = kinds[call.function.__name__ == "__init__"](
             name=type(of).__name__,
-            id=id(of),
-            optimizer=id(getattr(of, "optimizer", of)),
+            id=identity(of),
+            optimizer=identity(getattr(of, "optimizer", of)),
             metric=None if metric is None else float(metric),
-            by_script=called_by_script(),
+            of_processes=is_below("accelerate.scheduler"),
         )
         emit(event)
 
@@ -122,11 +122,14 @@ for scheduler in (LRScheduler, *LRScheduler.__subclasses__()):
 @watch(nn.utils, "clip_grad_norm_", "clip_grads_with_norm_", "clip_grad_value_")
 def clip(call: Call) -> Look:
     """The limit is None where each element is clipped, and infinite where the script only asks for the norm."""
+    given = call.get("parameters")
+    given = [given] if isinstance(given, Tensor) else given if isinstance(given, list) else []
     yield
     limit, norm = call.get("max_norm"), call.get("total_norm", call.result)
     if limit is None or limit < float("inf"):
-        known = not hasattr(norm, "_local_tensor")  # the norm of a DTensor would need a collective
-        emit(Clip(norm=None if norm is None or not known else float(norm), limit=limit and float(limit)))
+        is_known = not hasattr(norm, "_local_tensor")  # the norm of a DTensor would need a collective
+        norm = None if norm is None or not is_known else float(norm)
+        emit(Clip(parameters=known(given), norm=norm, limit=limit and float(limit)))
 
 
 @watch(torch.amp.autocast_mode.autocast, "__enter__")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import zlib
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -35,6 +36,11 @@ def number_of(parameter: Tensor) -> str:
         number = _numbers[parameter] = str(next(_next_number))
         emit(Names(names={number: f"parameter {number} of shape {tuple(parameter.shape)}"}))
     return str(number)
+
+
+def known(parameters: Iterable[Tensor]) -> list[str]:
+    """The numbers of those that have one."""
+    return [str(_numbers[parameter]) for parameter in parameters if parameter in _numbers]
 
 
 def alive() -> dict[str, Tensor]:
@@ -69,9 +75,12 @@ def dense(tensor: Tensor) -> Tensor:
     return tensor.to_dense() if tensor.is_sparse else tensor
 
 
-def checksum(tensor: Tensor) -> int:
-    """Hash of the elements' bytes, wherever the tensor lies and in whichever layout."""
-    return zlib.crc32(dense(tensor).cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+def checksum(tensor: Tensor, before: int = 0) -> int:
+    """Hash of the elements' bytes, wherever the tensor lies and in whichever layout.
+
+    :param before: that of other tensors, which it goes on with
+    """
+    return zlib.crc32(dense(tensor).cpu().contiguous().view(-1).view(torch.uint8).numpy().data, before)
 
 
 def probe(tensor: Tensor) -> Tensor:
@@ -104,6 +113,11 @@ def find_tensors(value: Any) -> list[Tensor]:
 
 
 def rows(batch: Any) -> list[int]:
-    """A checksum of each sample: of each row of the first tensor."""
-    first = next((tensor for tensor in find_tensors(batch) if tensor.dim()), None)
-    return [] if first is None else [checksum(row) for row in first[:MOST_ROWS]]
+    """A checksum of each sample: of its row in every tensor that has as many rows as the most."""
+    found = [tensor for tensor in find_tensors(batch) if tensor.dim()]
+    ((length, _),) = Counter(map(len, found)).most_common(1) or [(0, 0)]
+    sums = [0] * min(length, MOST_ROWS)
+    for tensor in found:
+        if len(tensor) == length:
+            sums = [checksum(row, before) for row, before in zip(tensor[:MOST_ROWS], sums, strict=True)]
+    return sums

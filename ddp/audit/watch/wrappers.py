@@ -18,7 +18,7 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from .event_types import Around, Evaluation, Flag, Forward, Group, JoinBegins, Names
+from .event_types import Around, Compiled, Evaluation, Flag, Forward, Group, JoinBegins, Names
 from .events import (
     Call,
     Look,
@@ -26,6 +26,7 @@ from .events import (
     detailed,
     directory,
     emit,
+    in_backward,
     is_below,
     is_compiling,
     quiet,
@@ -56,6 +57,12 @@ def init_process_group(call: Call) -> Look:
     # gloo's threads free what the last backward pass has left there, our hooks among it; one that still does while Python shuts
     # down aborts the process.
     atexit.register(time.sleep, 0.3)
+
+
+@watch(torch, "compile")
+def compiles(call: Call) -> Look:
+    emit(Compiled())
+    yield
 
 
 @watch(Join, "__enter__")
@@ -117,8 +124,7 @@ def _before_any_forward(module: nn.Module, inputs: Any) -> None:
 @quiet()
 def _before_forward(root: nn.Module, module: nn.Module) -> None:
     """Watch a module that a wrapper holds: training calls it through the wrapper, or around it; an evaluation may do either."""
-    # HACK: as in collectives.py, the private task id tells that a backward pass runs.
-    trains, is_inside = thread.gradients, forward in thread.running or torch._C._current_graph_task_id() != -1
+    trains, is_inside = thread.gradients, forward in thread.running or in_backward()
     if is_inside and (trains or module is not root):  # activation checkpointing turns gradients off as well
         return
     kind = (where(), trains, module.training)

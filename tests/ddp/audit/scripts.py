@@ -484,3 +484,195 @@ watch.install()
 dist.destroy_process_group()
 """
 )
+
+LABELED = (
+    GROUP
+    + """
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset
+
+class Rows(Dataset):
+    def __init__(self, n=64):
+        self.inputs = torch.randn(n, 8)
+
+    def __len__(self):
+        return len(self.inputs)
+
+    def __getitem__(self, index):
+        return {"label": int(self.inputs[index, 0] > 0), "inputs": self.inputs[index]}
+
+class Reentrant(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem, self.block, self.head = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8), torch.nn.Linear(8, 2)
+
+    def forward(self, inputs):
+        return self.head(checkpoint(self.block, self.stem(inputs), use_reentrant=True))
+
+class Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, own):
+        parts = [torch.empty_like(own) for _ in range(ranks)]
+        dist.all_gather(parts, own)
+        return torch.cat(parts)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        dist.all_reduce(gradient := gradient.contiguous())
+        return gradient.chunk(ranks)[rank]
+
+def loss_of(logits, target):
+    return F.binary_cross_entropy_with_logits(logits, torch.full_like(logits, target))
+
+def number(value):
+    parts = [torch.empty(()) for _ in range(ranks)]
+    dist.all_gather(parts, value)
+    return sum(parts)
+
+dist.init_process_group("gloo")
+rank, ranks = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(0)
+data = Rows()
+torch.manual_seed(1 + rank)
+"""
+)
+# Right ones, in which things are told apart by what they are.
+IDENTITIES = {
+    "folds, of which rank 0 looks at a batch": """
+torch.manual_seed(0)
+model = DistributedDataParallel(Reentrant())
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for fold in range(3):
+    sampler = DistributedSampler(part := Subset(data, [at for at in range(64) if at % 3 != fold]))
+    loader = DataLoader(part, 7, sampler=sampler)
+    if rank == 0:
+        next(iter(loader))
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        for batch in loader:
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(batch["inputs"]), batch["label"])
+            loss.backward()
+            assert number(loss) > 0
+            squares = torch.stack([p.grad.norm() for p in model.parameters()]).norm() ** 2
+            dist.all_reduce(squares)  # for a log
+            optimizer.step()
+""",
+    "two optimizers of two networks, and one helper for their losses": """
+torch.manual_seed(0)
+makes = DistributedDataParallel(torch.nn.Linear(4, 8))
+judges = DistributedDataParallel(torch.nn.Linear(8, 1))
+one, other = (torch.optim.Adam(net.parameters(), lr=0.01) for net in (makes, judges))
+torch.manual_seed(1 + rank)
+sampler = DistributedSampler(data)
+for epoch in range(2):
+    sampler.set_epoch(epoch)
+    for batch in DataLoader(data, 8, sampler=sampler):
+        other.zero_grad()
+        loss_of(judges(batch["inputs"]), 1.0).backward()
+        made = makes(torch.randn(8, 4))
+        loss_of(judges(made.detach()), 0.0).backward()
+        other.step()
+        one.zero_grad()
+        loss_of(judges(made), 1.0).backward()
+        one.step()
+""",
+    "two optimizers of one network": """
+torch.manual_seed(0)
+model = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 2)))
+parts = [list(part.parameters()) for part in model.module]
+optimizers = [torch.optim.SGD(part, lr=0.1) for part in parts]
+sampler = DistributedSampler(data)
+for epoch in range(2):
+    sampler.set_epoch(epoch)
+    for batch in DataLoader(data, 8, sampler=sampler):
+        model.zero_grad()
+        F.cross_entropy(model(batch["inputs"]), batch["label"]).backward()
+        for part, optimizer in zip(parts, optimizers):
+            torch.nn.utils.clip_grad_norm_(part, 0.1)
+            optimizer.step()
+""",
+    "an attack in each step, and a pass of a teacher": """
+torch.manual_seed(0)
+model = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Dropout(0.2), torch.nn.Linear(8, 2)))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+torch.manual_seed(1 + rank)
+sampler = DistributedSampler(data)
+for epoch in range(2):
+    sampler.set_epoch(epoch)
+    for batch in DataLoader(data, 8, sampler=sampler):
+        inputs = batch["inputs"].clone().requires_grad_()
+        F.cross_entropy(model(inputs), batch["label"]).backward()
+        with torch.no_grad():
+            soft = model.module(batch["inputs"]).softmax(1)
+        optimizer.zero_grad()
+        logits = model(inputs.detach() + 0.1 * inputs.grad.sign())
+        (F.cross_entropy(logits, batch["label"]) + 0.1 * F.mse_loss(logits.softmax(1), soft)).backward()
+        optimizer.step()
+""",
+    "tables that are divided, a gather with a backward pass of its own, and draws with replacement": """
+table = torch.nn.Linear(4, 8)  # another one on each rank
+torch.manual_seed(0)
+model = DistributedDataParallel(torch.nn.Linear(8, 4))
+optimizer = torch.optim.SGD([*table.parameters(), *model.parameters()], lr=0.1)
+for epoch in range(2):
+    order = torch.randint(64, (32,), generator=torch.Generator().manual_seed(epoch)).tolist()
+    for batch in DataLoader(data, 4, sampler=order[rank::ranks]):
+        optimizer.zero_grad()
+        all_of_them = Gather.apply(model(batch["inputs"]))
+        F.mse_loss(all_of_them, torch.ones_like(all_of_them)).backward()
+        F.mse_loss(table(batch["inputs"][:, :4]), batch["inputs"]).backward()
+        optimizer.step()
+""",
+    "a sampler that divides the order of another, and an epoch in a file beside the checkpoint": """
+class OfOrder(DistributedSampler):
+    def __iter__(self):
+        return iter(list(self.dataset)[rank::ranks])
+
+torch.manual_seed(0)
+model = DistributedDataParallel(torch.nn.Linear(8, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+order = torch.utils.data.RandomSampler(data, num_samples=16, generator=torch.Generator().manual_seed(0))
+loader = DataLoader(data, 4, sampler=OfOrder(order))
+for epoch in range(2):
+    for batch in loader:
+        optimizer.zero_grad()
+        F.cross_entropy(model(batch["inputs"]), batch["label"]).backward()
+        optimizer.step()
+    if rank == 0:
+        folder = os.path.dirname(__file__)
+        torch.save({"last_epoch": epoch}, f"{folder}/last.pt")
+        torch.save({"net": model.module.state_dict(), "optimizer": optimizer.state_dict()}, f"{folder}/net.pt")
+""",
+    "a probe that rank 0 trains alone, now and then": """
+torch.manual_seed(0)
+model = DistributedDataParallel(torch.nn.Linear(8, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+if rank == 0:
+    probe = torch.nn.Linear(2, 2)
+    of_probe = torch.optim.SGD(probe.parameters(), lr=0.1)
+sampler = DistributedSampler(data)
+for epoch in range(2):
+    sampler.set_epoch(epoch)
+    for step, batch in enumerate(DataLoader(data, 8, sampler=sampler)):
+        optimizer.zero_grad()
+        logits = model(batch["inputs"])
+        F.cross_entropy(logits, batch["label"]).backward()
+        optimizer.step()
+        if rank == 0 and step % 2:
+            of_probe.zero_grad()
+            F.cross_entropy(probe(logits.detach()), batch["label"]).backward()
+            of_probe.step()
+""",
+}
+NEVER_CLEARED = """
+torch.manual_seed(0)
+model = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 2)))
+one, other = (torch.optim.SGD(part.parameters(), lr=0.1) for part in model.module)
+sampler = DistributedSampler(data)
+for batch in DataLoader(data, 8, sampler=sampler):
+    F.cross_entropy(model(batch["inputs"]), batch["label"]).backward()
+    one.step()
+    other.step()
+    one.zero_grad()
+"""

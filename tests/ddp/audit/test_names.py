@@ -11,8 +11,8 @@ import pytest
 
 import ddp.audit
 from common.errors import UsageError
-from ddp.audit.detectors import unjudged
 from ddp.audit.detectors.finding import KINDS, PAGE, Finding
+from ddp.audit.detectors.judged import judged
 from ddp.audit.names import explain, is_ignored
 from ddp.audit.vary import KINDS as WAYS
 from ddp.audit.watch.event_types import Event
@@ -124,7 +124,7 @@ def test_what_is_ignored_is_counted() -> None:
     github = ("--format", "github", "--", str(EXHIBIT))
     done = run_command("ddp.audit", "--ignore", f"loss-not-divided:{EXHIBIT.name}:{LINE}", *github)
     assert done.returncode == 0, done.stdout
-    assert done.stdout.splitlines()[-2].endswith(", findings ignored: 1")
+    assert done.stdout.splitlines()[-3].endswith(", findings ignored: 1")
     done = run_command("ddp.audit", *github)
     assert done.returncode == 1
     assert f",line={LINE},title=loss-not-divided::the loss is not divided" in done.stdout.splitlines()[-1]
@@ -132,14 +132,21 @@ def test_what_is_ignored_is_counted() -> None:
 
 @pytest.mark.examples
 def test_steps_that_cannot_be_judged_are_named(tmp_path: Path) -> None:
-    """By all detectors, or by one; nothing is said of a script in which each judged a step."""
-    for name, said in (
-        ("JOINS", ["0 of 6 steps judged: DDP joins uneven ranks"]),
-        ("CLOSURES", ["0 of 2 steps judged: the optimizer calls its closure"]),
-        ("SHARDED", [f"0 of 3 steps judged by {one}: the parameters are sharded" for one in ("averages", "replicas")]),
-        ("OWN_LOSS", ["0 of 3 steps judged by weights: no loss of torch.nn.functional was seen"]),
-        ("COMMON", []),
+    """By all detectors, or by one; nothing is said of a script in which each judged a step. What was looked at is named."""
+    of_ranks = "averages, weights, replicas, schedules"
+    for name, said, seen in (
+        ("JOINS", [f"{of_ranks}: 0 of 6 steps, DDP joins uneven ranks"], "optimizers 6 steps"),
+        (
+            "CLOSURES",
+            [f"{of_ranks}, optimizers: 0 of 2 steps, the optimizer calls its closure"],
+            "randomness 4 forward passes",
+        ),
+        ("SHARDED", ["averages, replicas: 0 of 3 steps, the parameters are sharded"], "weights 3 steps, schedules 3"),
+        ("OWN_LOSS", ["weights: 0 of 3 steps, no loss of torch.nn.functional was seen"], "averages 3 steps, replicas"),
+        ("COMMON", [], "averages 4"),
     ):
         path = tmp_path / "script.py"
         path.write_text(getattr(scripts, name))
-        assert unjudged(watch(tmp_path, [str(path)])) == said
+        lines, looked_at = judged(watch(tmp_path, [str(path)]))
+        assert lines == said
+        assert seen in looked_at
