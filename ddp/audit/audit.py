@@ -18,8 +18,8 @@ from common.foreign_script import start
 from common.foreign_script.run import Outcome
 from ddp.audit import launch
 from ddp.audit.detectors import find
-from ddp.audit.detectors.finding import Finding
-from ddp.audit.detectors.judged import judged
+from ddp.audit.finding import Finding
+from ddp.audit.judged import judged
 from ddp.audit.names import is_ignored, require_ignored
 from ddp.audit.settle import settle
 from ddp.audit.trace import Trace, read

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path, PurePath
 
 from common.errors import UsageError
-from ddp.audit.detectors.finding import KINDS, Finding
+from ddp.audit.finding import KINDS, Finding
 from ddp.museum.__main__ import docstring, exhibits
 
 NAMED = "# audit: "  # in the line of an exhibit that is to blame, before the name of the finding

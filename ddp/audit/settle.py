@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ddp.audit.detectors.finding import Finding
+from ddp.audit.finding import Finding
 from ddp.audit.trace import Trace
 from ddp.audit.vary import Variation
 from ddp.audit.watch.event_types import Draw

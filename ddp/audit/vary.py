@@ -18,7 +18,7 @@ from typing import NamedTuple
 from common.errors import UsageError
 from ddp.audit.compare import Verdict, same_bits, same_numbers, same_rest
 from ddp.audit.detectors import weights
-from ddp.audit.detectors.finding import Finding
+from ddp.audit.finding import Finding
 from ddp.audit.trace import Trace, epochs
 from ddp.audit.watch.event_types import LoaderBegins, Save
 

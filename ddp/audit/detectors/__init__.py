@@ -15,7 +15,6 @@ from ddp.audit.detectors import (
     costs,
     coverage,
     evaluation,
-    held_out,
     optimizers,
     order,
     randomness,
@@ -24,7 +23,7 @@ from ddp.audit.detectors import (
     schedules,
     weights,
 )
-from ddp.audit.detectors.finding import Finding
+from ddp.audit.finding import Finding
 from ddp.audit.trace import Trace
 
 # In this order: a detector that knows a cause comes before those that see only its effect.
@@ -39,7 +38,6 @@ DETECTORS = (
     order,
     coverage,
     evaluation,
-    held_out,
     checkpoints,
     replicas,
     costs,

@@ -13,7 +13,7 @@ from dataclasses import replace
 from operator import attrgetter
 
 from ddp.audit.detectors.averages import factor_of
-from ddp.audit.detectors.finding import Finding, Findings
+from ddp.audit.finding import Finding, Findings
 from ddp.audit.trace import Step, Trace
 from ddp.audit.watch.event_types import Loss, PutBack
 

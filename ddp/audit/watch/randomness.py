@@ -30,7 +30,7 @@ def seed(call: Call) -> Look:
 
 def of_main_process() -> list[int]:
     """Checksums of NumPy's and Python's generators."""
-    return [zlib.crc32(pickle.dumps(state)) for state in (np.random.mtrand._rand, random._inst)]  # type: ignore[attr-defined]
+    return [zlib.crc32(pickle.dumps(state)) for state in (np.random.mtrand._rand, random._inst)]
 
 
 def draws() -> int:

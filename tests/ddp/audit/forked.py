@@ -16,7 +16,7 @@ import numpy as np
 
 from common.foreign_script.run import INJECT, WATCH_VARIABLE
 from ddp.audit.detectors import find
-from ddp.audit.detectors.finding import Finding
+from ddp.audit.finding import Finding
 from ddp.audit.launch import WATCH
 from ddp.audit.trace import Trace, read
 from ddp.audit.vary import RUN

@@ -11,8 +11,8 @@ import pytest
 
 import ddp.audit
 from common.errors import UsageError
-from ddp.audit.detectors.finding import KINDS, PAGE, Finding
-from ddp.audit.detectors.judged import judged
+from ddp.audit.finding import KINDS, PAGE, Finding
+from ddp.audit.judged import judged
 from ddp.audit.names import explain, is_ignored
 from ddp.audit.vary import KINDS as WAYS
 from ddp.audit.watch.event_types import Event

@@ -9,7 +9,7 @@ import pytest
 from common.errors import UsageError
 from common.foreign_script.start import command
 from ddp.audit.detectors import find
-from ddp.audit.detectors.finding import Finding
+from ddp.audit.finding import Finding
 from ddp.audit.settle import settle
 from ddp.audit.vary import second, third, vary
 from ddp.audit.watch.event_types import Event

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from ddp.audit.watch.event_types import Event
 
-PAGE = Path(__file__).parents[1] / "findings.md"
+PAGE = Path(__file__).parent / "findings.md"
 
 
 class Kind(NamedTuple):
