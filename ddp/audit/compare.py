@@ -125,32 +125,31 @@ def same_numbers(base: Trace, other: Trace, is_asked: bool = True) -> Verdict:
 
 
 def _coverage(base: Trace, other: Trace) -> Verdict | None:
-    """Compare which samples each epoch has, whatever their order; None if that cannot be told."""
+    """Compare which samples each epoch has, whatever their order; None if that cannot be told.
+
+    Ranks repeat samples, or leave some out. If each run has samples that the other one has not, they are drawn, or each rank's own.
+    """
     found = None
     for number, (ours, theirs) in enumerate(zip(base.epochs(train=True), other.epochs(train=True), strict=False)):
-        begin = ours[0].begin
         slack = sum(max(len(batch.rows) for batch in epoch.batches) for epoch in ours)  # padded, or dropped, at the end
-        total, expected = (sum(len(batch.rows) for one in some for batch in one.batches) for some in (ours, theirs))
-        text = ""
-        if abs(total - expected) >= slack:
-            text = f"epoch {number} has {total} samples, and {expected} on {_ranks(other)}"
         mine, yours = _identities(ours, theirs)
-        if not text and (mine - yours).total() + (yours - mine).total() >= slack:
-            repeated, usual = mine.total() - len(mine), yours.total() - len(yours)
-            if repeated - usual < slack:
-                return None  # they are drawn at random, or cannot be told apart
-            text = f"epoch {number} has {len(mine)} different samples, {repeated} repeated, and {len(yours)} on {_ranks(other)}"
-        if text:
-            return Verdict(text, DIVIDE, begin, samples=False)
+        repeated = mine.total() - len(mine) - yours.total() + len(yours)
+        added, left_out = len(mine - yours), len(set(yours) - set(mine))
+        if repeated >= slack or (left_out >= slack > len(set(mine) - set(yours))):
+            counts = (f"{some.total()} samples, {len(some)} of them different" for some in (mine, yours))
+            text = f"epoch {number} has {next(counts)}; on {_ranks(other)} it has {next(counts)}"
+            return Verdict(text, DIVIDE, ours[0].begin, samples=False)
+        if max(added, left_out) >= slack:
+            return None
         found = Verdict("", samples=True)
     return found
 
 
 def _identities(ours: Sequence[Epoch], theirs: Sequence[Epoch]) -> tuple[Counter[int], Counter[int]]:
-    """How often each sample is in an epoch of two runs: by its number if both have the same data set, and else by its contents."""
-    lengths = {epoch.begin.length for epoch in (*ours, *theirs)}
+    """How often each sample is in an epoch of two runs: by its contents, or by its number where labels show that it is one sample."""
     mine, yours = (Counter(itertools.chain(*(epoch.rows for epoch in some))) for some in (ours, theirs))
-    if all(epoch.samples for epoch in (*ours, *theirs)) and len(lengths) == 1 and mine != yours:
+    labeled = set[tuple[int, int]]().union(*(epoch.numbered(targets=True) for epoch in (*ours, *theirs)))
+    if mine.keys().isdisjoint(yours) and labeled and len(labeled) == len(dict(labeled)):
         mine, yours = (Counter(itertools.chain(*(epoch.samples for epoch in some))) for some in (ours, theirs))
     return mine, yours
 

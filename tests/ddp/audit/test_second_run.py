@@ -78,7 +78,11 @@ def audited(folder: Path, *changes: tuple[str, str]) -> tuple[str, list[str], li
     [
         ([], "; 2 metrics are equal", []),
         ([("yb)\n        optimizer.z", "yb) / ranks\n        optimizer.z")], "0.5 times", ["loss-divided-by-ranks"]),
-        ([("= DistributedSampler(train)", "= DistributedSampler(train, 1, 0)")], "256 samples, and 128", []),
+        (
+            [("= DistributedSampler(train)", "= DistributedSampler(train, 1, 0)")],
+            "256 samples, 128 of them different",
+            [],
+        ),
         ([("sampler=exact", "sampler=DistributedSampler(test)")], "other numbers", ["evaluation-counts-twice"]),
         ([("lr=0.1", "lr=0.1 * ranks")], "since the learning rate grows with the number of ranks", []),
         ([("Dropout(0.0)", "Dropout(0.1)"), ("manual_seed(1)", "manual_seed(rank)")], "Dropout differs by design", []),
@@ -98,7 +102,7 @@ def test_what_differs_on_one_rank_is_said(
 
 @pytest.mark.examples
 def test_batches_of_the_scripts_own_cannot_grow(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"line 19 of script.py has batches of its own"):
+    with pytest.raises(UsageError, match=r"line \d+ of script.py has batches of its own"):
         audited(tmp_path, ("loader = DataLoader(train, 8, sampler=sampler)", OWN_BATCHES))
 
 
@@ -117,7 +121,7 @@ def test_a_suspicion_is_a_hint_until_a_run_proves_it() -> None:
     finding = Finding("samples-left-out", Event(where="x.py:1"), unsettled="there was no second run")
     assert str(finding).startswith("x.py:1: hint: samples-left-out: samples are seen by no rank in an epoch (step 0).")
     assert "It is not settled: there was no second run." in str(finding)
-    finding.proof = "on 1 rank: epoch 0 has 64 samples, and 128"
+    finding.proof = "on 1 rank: epoch 0 has 64 samples"
     assert finding.is_wrong
     assert str(finding).startswith("x.py:1: samples-left-out: ")
 
