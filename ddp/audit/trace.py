@@ -26,6 +26,7 @@ from ddp.audit.watch.event_types import (
     Scale,
     Skipped,
     Stepped,
+    Unscale,
     WatchError,
     Worker,
     from_line,
@@ -58,7 +59,8 @@ class Events:
 class Step(Events):
     """The events that led to one optimizer step, and the step itself: all events of the rank since the step before of any optimizer.
 
-    Backward passes and clippings of other parameters are left out. Passes before that step, whose gradients this one takes, come first.
+    Backward passes, clippings and scalings that belong to this step come first if they were before that one; those of other parameters
+    are left out.
 
     :ivar passes: the backward passes whose gradients the optimizer takes: those since its parameters' gradients were cleared
     :ivar losses: those of these passes
@@ -67,30 +69,31 @@ class Step(Events):
     passes: list[Backward] = field(default_factory=list)
     losses: list[Loss] = field(default_factory=list)
 
-    def end(self, passes: list[Backward]) -> None:
+    def end(self, since: list[Event]) -> None:
         """The step is complete.
 
-        :param passes: all of the rank since the optimizer's step before
+        :param since: all events of the rank since the optimizer's step before
         """
-        own = set(self.own)
+        own, window, losses = set(self.own), set(self.events), list[Loss]()
         # No pass computes those of shards.
-        touching = [one for one in passes if own & one.computed.keys()] or self.all(Backward)
+        touching = [one for one in Events(since).all(Backward) if own & one.computed.keys()] or self.all(Backward)
         anew = [
             i for i, one in enumerate(touching) if one.computed and not any(any(one.before.get(n, ())) for n in own)
         ]
         self.passes = touching[max(anew, default=0) :]
-        events, losses = self.events, list[Loss]()
-        self.events = [one for one in self.passes if one not in events]
-        for event in events:
-            is_own = True
+        self.events = []
+        for event in since:
+            is_own = event in window
             if isinstance(event, Loss):
                 losses.append(event)
-            elif isinstance(event, Clip):
-                is_own = not event.parameters or not own.isdisjoint(event.parameters)
             elif isinstance(event, Backward):
-                is_own = event in touching
                 self.losses += losses if event in self.passes else []
                 losses = []
+                is_own = event in self.passes or (is_own and event in touching)
+            elif isinstance(event, (Clip, Unscale)):
+                is_own = not own.isdisjoint(event.parameters) or (is_own and not event.parameters)
+            elif isinstance(event, Scale):
+                is_own |= not window.issuperset(self.passes)
             self.events += [event] if is_own else []
 
     @property
@@ -135,18 +138,16 @@ class RankTrace(Events):
     steps: list[Step] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        step, passes = Step([]), list[Backward]()
+        step = Step([])
         stepped = dict[
             tuple[str, ...], int
-        ]()  # by an optimizer's parameters, how many passes there were at its latest step
-        for event in self.events:
+        ]()  # by an optimizer's parameters, how many events there were at its latest step
+        for count, event in enumerate(self.events, 1):
             step.events.append(event)
-            if isinstance(event, Backward):
-                passes.append(event)
-            elif isinstance(event, Stepped) and step.all(BeforeStep):  # of nested optimizers, the outer one ends later
+            if isinstance(event, Stepped) and step.all(BeforeStep):  # of nested optimizers, the outer one ends later
                 own = tuple(step.own)
-                step.end(passes[stepped.get(own, 0) :])
-                stepped[own] = len(passes)
+                step.end(self.events[stepped.get(own, 0) : count])
+                stepped[own] = count
                 self.steps.append(step)
                 step = Step([])
             elif isinstance(event, Skipped):  # the scaler left a step with inf out

@@ -278,7 +278,12 @@ class Scale(Event):
 
 
 class Unscale(Event):
-    """The scaler divides the gradients."""
+    """The scaler divides the gradients.
+
+    :ivar parameters: whose
+    """
+
+    parameters: Sequence[str]
 
 
 class Autocast(Event):

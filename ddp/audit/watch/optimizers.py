@@ -145,7 +145,12 @@ def scale(call: Call) -> Look:
     yield
     scaler = call.args[0]
     if scaler.is_enabled():
-        emit(Scale(scale=scaler.get_scale()) if call.function.__name__ == "scale" else Unscale())
+        is_scale = call.function.__name__ == "scale"
+        emit(
+            Scale(scale=scaler.get_scale())
+            if is_scale
+            else Unscale(parameters=list(_parameters(call.get("optimizer"))))
+        )
 
 
 @watch(GradScaler, "step")

@@ -642,6 +642,25 @@ for epoch in range(2):
             torch.nn.utils.clip_grad_norm_(part, 0.1)
             optimizer.step()
 """,
+    "two optimizers of one network, with a scaler, and both clipped before both steps": """
+torch.manual_seed(0)
+model = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 2)))
+parts = [list(part.parameters()) for part in model.module]
+optimizers = [torch.optim.SGD(part, lr=0.1) for part in parts]
+scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+sampler = DistributedSampler(data)
+for epoch in range(2):
+    sampler.set_epoch(epoch)
+    for batch in DataLoader(data, 8, sampler=sampler):
+        model.zero_grad()
+        scaler.scale(F.cross_entropy(model(batch["inputs"]), batch["label"])).backward()
+        for part, optimizer in zip(parts, optimizers):
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(part, 0.1)
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+        scaler.update()
+""",
     "an attack in each step, and a pass of a teacher": """
 torch.manual_seed(0)
 model = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Dropout(0.2), torch.nn.Linear(8, 2)))
@@ -651,8 +670,10 @@ sampler = DistributedSampler(data)
 for epoch in range(2):
     sampler.set_epoch(epoch)
     for batch in DataLoader(data, 8, sampler=sampler):
+        model.eval()
         inputs = batch["inputs"].clone().requires_grad_()
         F.cross_entropy(model(inputs), batch["label"]).backward()
+        model.train()
         with torch.no_grad():
             soft = model.module(batch["inputs"]).softmax(1)
         optimizer.zero_grad()

@@ -7,7 +7,18 @@ from pathlib import Path
 import pytest
 
 from ddp.audit.trace import RankTrace, Trace, together
-from ddp.audit.watch.event_types import BeforeStep, Draw, Stepped
+from ddp.audit.watch.event_types import (
+    Backward,
+    BeforeStep,
+    Clip,
+    Draw,
+    Event,
+    Loss,
+    Scale,
+    Stepped,
+    Unscale,
+    ZeroGrad,
+)
 from tests.ddp.audit import scripts
 from tests.ddp.audit.forked import judge
 
@@ -46,19 +57,45 @@ def test_a_draw_of_one_rank_alone_shifts_no_others() -> None:
     ]
 
 
-def test_a_step_of_one_rank_alone_shifts_no_others() -> None:
-    def steps(*lines: int) -> list[BeforeStep | Stepped]:
-        ends = Stepped(parameters={}, sharded=False)
-        begins = {
-            "own": ["0"],
-            "scaler": False,
-            "rates": [0.1],
-            "without_gradient": [],
-            "gradients": {},
-            "parameters": {},
-        }
-        return [one for line in lines for one in (BeforeStep(where=f"a.py:{line}", **begins), ends)]  # type: ignore[arg-type]
+def _step(line: int, *own: str) -> list[Event]:
+    begins = BeforeStep(
+        where=f"a.py:{line}",
+        own=own,
+        scaler=False,
+        rates=[0.1],
+        without_gradient=[],
+        gradients={},
+        parameters={},
+    )
+    return [begins, Stepped(parameters={}, sharded=False)]
 
-    ranks = [RankTrace(list(steps(*lines)), rank, []) for rank, lines in enumerate(([5, 1, 5, 1], [1, 1]))]
+
+def _pass(before: dict[str, list[float]], *computed: str) -> list[Event]:
+    loss = Loss(call="", samples=4, terms=4, weight=0.25, is_mean=True, probes=[[1.0], [1.0]])
+    return [loss, Backward(before=before, computed={number: [1.0] for number in computed}, norm=1.0, weights={})]
+
+
+def test_a_step_of_one_rank_alone_shifts_no_others() -> None:
+    lines = ([5, 1, 5, 1], [1, 1])
+    ranks = [RankTrace([one for line in own for one in _step(line, "0")], rank, []) for rank, own in enumerate(lines)]
     found = list(Trace(ranks, [], {}).steps())
     assert [[step.before.where for step in pair] for pair in found] == [["a.py:1", "a.py:1"]] * 2
+
+
+def test_a_step_has_the_passes_and_clips_of_its_own_parameters() -> None:
+    """One pass for two optimizers, of which both are scaled and clipped before both steps; then a pass that is cleared."""
+    clips = [
+        event
+        for number in "01"
+        for event in (Unscale(parameters=[number]), Clip(parameters=[number], norm=1.0, limit=1.0))
+    ]
+    first = _pass({}, "0", "1")
+    cleared, other, own = _pass({"1": [1.0]}, "1"), _pass({}, "0"), _pass({}, "1")
+    events = [Scale(scale=8.0), *first, *clips, *_step(1, "0"), *_step(2, "1")]
+    events += [*cleared, ZeroGrad(), *other, *own, *_step(2, "1")]
+    one, two, three = RankTrace(events, 0, []).steps
+    for step, number in ((one, "0"), (two, "1")):
+        assert (step.passes, step.losses, step.scale) == ([first[1]], [first[0]], 8.0)
+        assert [event.parameters for event in step.all(Clip)] == [[number]]
+        assert [event.parameters for event in step.all(Unscale)] == [[number]]
+    assert (three.passes, three.losses, three.all(Backward)) == ([own[1]], [own[0]], [cleared[1], own[1]])
