@@ -19,7 +19,7 @@ from ddp.audit.detectors import averages
 from ddp.audit.detectors.averages import unscaled
 from ddp.audit.metrics import other_metrics
 from ddp.audit.trace import Epoch, RankTrace, Step, Trace, epochs
-from ddp.audit.watch.event_types import Autocast, Backward, Batch, Draw, Event, Forward, LoaderBegins, Local, Loss
+from ddp.audit.watch.event_types import Autocast, Backward, Batch, Draw, Event, Forward, LoaderBegins, Local, Loss, Save
 
 SAFETY = 16.0
 EPS = 2.0**-23  # of float32
@@ -56,6 +56,7 @@ POSITION = "Save the number of the epoch, and the position in it, and set the sa
 DIVIDE = "Let the ranks divide each global batch, without padding; --batch-flag is for a batch size of one rank"
 RATES = "With the same global batches, the rate must not depend on the number of ranks"
 AVERAGE = "Weigh each sample by 1 / the global batch, whatever the number of ranks and micro-steps"
+DECIDE = "Decide by what has been reduced over the ranks, and not by the rank's own part"
 COUNT = "Count each sample once: sum correct answers and counts over the ranks, and divide then"
 # Values that have the same bits in each optimizer step, what is said of another value, and its cure after a resume.
 BITS: tuple[tuple[Callable[[Step], object], str, str], ...] = (
@@ -121,6 +122,12 @@ def same_numbers(base: Trace, other: Trace, is_asked: bool = True) -> Verdict:
     metrics = None if text is None else event is None
     if event and not steps.at:
         return Verdict(text or "", COUNT, event, samples, steps.numbers, metrics)
+    mine, yours = ([(one.step, one.where) for one in trace.ranks[0].all(Save)] for trace in (base, other))
+    if steps.numbers and mine != yours:
+        first = [*base.ranks[0].all(Save), *other.ranks[0].all(Save)][0]
+        after, others = ([step for step, _ in some] for some in (mine, yours))
+        text = f"checkpoints are saved after steps {after}, and after {others} on {_ranks(other)}"
+        return Verdict(text, DECIDE, first, samples, True, metrics)
     return steps._replace(text=steps.text + (f"; {text}" if text else ""), samples=samples, metrics=metrics)
 
 

@@ -37,7 +37,7 @@ def settle(finding: Finding, variations: Iterable[Variation], base: Trace) -> bo
             if not is_equal:
                 finding.proof = f"{variation.what}: {variation.text}"
             return not is_equal
-        if finding.name in SETTLES or finding.name == "same-noise":
+        if finding.name in SETTLES or finding.name.startswith("same-"):
             finding.unsettled = f"{variation.what}: {variation.text}"
     return None
 
@@ -53,8 +53,19 @@ def _is_equal(finding: Finding, variation: Variation, base: Trace) -> bool | Non
         return None
     if finding.name == "same-noise" and variation.other:
         return _draws_as_before(finding.where, base, variation.other)
+    if finding.name == "same-augmentation" and variation.other:
+        return _draws_as_often(base, variation.other)
     is_equal: bool | None = getattr(verdict, SETTLES.get(finding.name, ""), None)
     return is_equal
+
+
+def _draws_as_often(base: Trace, other: Trace) -> bool | None:
+    """Whether NumPy and Python draw as much for the first step: if not, but as much as in a later one, they draw for each sample."""
+    for number in range(2):
+        ours, theirs = ([step.before.generators[number] for step in trace.ranks[0].steps] for trace in (base, other))
+        if theirs[0] in ours and len(set(ours)) > 1:
+            return theirs[0] == ours[0]
+    return None
 
 
 def _draws_as_before(where: str, base: Trace, other: Trace) -> bool | None:
