@@ -79,6 +79,7 @@ class Finding:
     def __post_init__(self) -> None:
         kind = KINDS[self.name]
         self.text, self.cure, self.chapter = self.text or kind.what, self.cure or kind.cure, kind.chapter
+        self.is_hint |= kind.sort == "Hint"
 
     def as_json(self) -> dict[str, object]:
         """The printed text, in parts."""

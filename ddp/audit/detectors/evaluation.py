@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
+from ddp.audit.detectors.replicas import differing
 from ddp.audit.finding import Finding, Findings
 from ddp.audit.trace import Epoch, Trace, epochs, together
 from ddp.audit.watch.event_types import (
@@ -125,6 +126,8 @@ def _trained_on(trace: Trace) -> Findings:
 
 def _changed(trace: Trace) -> Findings:
     """Weights that are others after each evaluation, and only after one."""
+    if any(differing(steps, Stepped) for steps in trace.steps()):
+        return  # ranks that go on alone, and are averaged from time to time
     first = trace.ranks[0]
     training = {epoch.begin.iterator for epoch in epochs(first) if epoch.trains}
     latest: dict[tuple[str, ...], Checksums] = {}

@@ -79,7 +79,7 @@ def detect(trace: Trace) -> Findings:
     files = {event.where.rpartition(":")[0] for step in trace.ranks[0].steps for event in step.events}
     for file in sorted(files):
         for name, line in read(Path(file).read_text()):
-            yield Finding(name, Event(where=f"{file}:{line}"), is_hint=True)
+            yield Finding(name, Event(where=f"{file}:{line}"))
 
 
 def read(source: str) -> Iterator[tuple[str, int]]:
