@@ -10,6 +10,7 @@ from pathlib import Path
 
 from common.foreign_script.run import LOCAL_RANK_VARIABLE
 
+AGENTS = Path(__file__).parent / "agents.py"
 STAND_IN = Path(__file__).parent / "stand_in" / "__init__.py"
 DEVICES = ("auto", "cpu", "gpu")
 STARTS = ("auto", "torchrun", "python")
@@ -76,8 +77,13 @@ def environment_for(device: str, ranks: int, arguments: Sequence[str], sync_batc
     return environment
 
 
-def command(arguments: Sequence[str], ranks: int, start: str) -> list[str]:
-    """The arguments of Python that start a script's ranks."""
+def command(arguments: Sequence[str], ranks: int, start: str, nodes: int = 1) -> list[str]:
+    """The arguments of Python that start a script's ranks.
+
+    :param nodes: agents of torchrun, each with its part of the ranks
+    """
+    if nodes > 1:
+        return [os.fspath(AGENTS), str(nodes), str(ranks // nodes), *arguments]
     if start == "python" or (start == "auto" and starts_itself(arguments)):
         return list(arguments)
     return ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", *arguments]

@@ -8,7 +8,8 @@ The script runs as torchrun starts it, or by itself if it starts its own process
 sends, steps, reads and writes. What is wrong is printed, a line for each thing: where in the script, the numbers that prove
 it, what to do, and the chapter that explains it. A run of some ten steps and two epochs, with a checkpoint if there are any, is enough.
 
-The exit status is 1 if something is wrong, 0 if nothing is, and 2 if the run could not be judged.
+A second run, on one rank with the batches of all, settles what one run can only suspect. The exit status is 1 if something is proven to
+be wrong, 0 if nothing is, and 2 if the run could not be judged.
 """
 
 from __future__ import annotations

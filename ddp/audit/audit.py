@@ -17,12 +17,13 @@ from common.foreign_script import start
 from common.foreign_script.run import Outcome
 from ddp.audit import launch
 from ddp.audit.detectors import find
-from ddp.audit.detectors.finding import Finding
-from ddp.audit.detectors.judged import judged
+from ddp.audit.finding import Finding
+from ddp.audit.judged import judged
 from ddp.audit.names import is_ignored, require_ignored
+from ddp.audit.settle import settle
 from ddp.audit.trace import Trace, read
 from ddp.audit.unjudged import why_unjudged
-from ddp.audit.vary import KINDS, RUN, Variation, plan, vary
+from ddp.audit.vary import KINDS, RUN, Plan, Variation, plan, second, third, vary
 from ddp.audit.watch.event_types import LoaderBegins
 
 OUTPUT_LINES = 20  # of a variation that fails
@@ -44,6 +45,8 @@ class AuditConfig:
     quick: bool = option(False, "look closely only at the first 8 steps, and every 16th after them")
     timeout: float = option(600.0, "seconds after which the script counts as hanging", above=0)
     ignore: tuple[str, ...] = option((), "findings to leave out, each as NAME, NAME:FILE or NAME:FILE:LINE")
+    nodes: int = option(1, "nodes, each with an agent of torchrun and its part of the ranks", minimum=1, maximum=8)
+    once: bool = option(False, "no second run, on one rank with the batches of all, which settles suspicions")
     vary: tuple[str, ...] = option(
         (), "run it again: as it is, on other ranks, with micro-steps, killed and resumed", choices=KINDS
     )
@@ -65,6 +68,7 @@ class Report:
     :ivar unjudged: why the run cannot be judged, if it cannot
     :ivar partly: what was not watched, and why detectors judged nothing of what they look at, a line each
     :ivar ignored: what the user leaves out
+    :ivar cleared: suspicions that a second run has cleared
     :ivar looked_at: what was judged
     """
 
@@ -74,17 +78,18 @@ class Report:
     findings: list[Finding] = field(default_factory=list)
     ignored: list[Finding] = field(default_factory=list)
     variations: list[Variation] = field(default_factory=list)
+    cleared: list[Finding] = field(default_factory=list)
     looked_at: str = ""
 
     def wrong(self) -> list[Finding]:
-        """The findings that are no hints.
+        """The findings that are proven.
 
         :raises UsageError: if the script could not be judged
         """
         if self.unjudged or not self.looked_at:
             raise UsageError(self.unjudged or "no detector saw anything that it could judge")
-        wrong = [finding for finding in self.findings if not finding.is_hint]
-        if not wrong and not all(variation.is_judged for variation in self.variations):
+        wrong = [finding for finding in self.findings if finding.is_wrong]
+        if not wrong and not all(one.is_judged or not one.plan.is_asked for one in self.variations):
             raise UsageError("the script did not run in every way that was asked for; see above")
         return wrong
 
@@ -93,6 +98,7 @@ class Report:
             "seconds": self.outcome.seconds,
             "findings": [finding.as_json() for finding in self.findings],
             "ignored": [finding.as_json() for finding in self.ignored],
+            "cleared": [finding.as_json() for finding in self.cleared],
             "not_judged": self.partly,
             "looked_at": self.looked_at,
             "variations": [variation.as_json() for variation in self.variations],
@@ -104,7 +110,7 @@ def check(*script: str | Path, **settings: Any) -> None:
 
     :param script: its path, or ``-m`` and a module, and its arguments
     :param settings: flags of the command, such as ``vary=("resume",)``
-    :raises AssertionError: with a line for each finding that is no hint
+    :raises AssertionError: with a line for each finding that is proven
     :raises UsageError: if the script cannot be judged, and why
     """
     if wrong := audit(AuditConfig(**settings), list(map(str, script)), lambda _: None).wrong():
@@ -132,15 +138,60 @@ def audit(config: AuditConfig, script: Sequence[str], say: Callable[[object], ob
         _add(report, finding, config)
     for line in (_summary(trace, report, start.device_for(config.device, config.ranks)), *report.partly):
         say(line)
+    suspicions = [finding for finding in report.findings if finding.is_suspicion]
     for finding in report.findings:
-        say(_line(finding, config))
-    for variation in vary([] if report.unjudged else plans, trace, functools.partial(_run_again, config)):
+        if not finding.is_suspicion:
+            say(_line(finding, config))
+    if not report.unjudged:
+        _vary(config, script, plans, trace, report, suspicions, say)
+    for finding in suspicions:
+        if not finding.unsettled and finding.is_suspicion:
+            finding.unsettled = "there was no second run"
+        if finding in report.findings:
+            say(_line(finding, config))
+    return report
+
+
+def _vary(
+    config: AuditConfig,
+    script: Sequence[str],
+    plans: list[Plan],
+    base: Trace,
+    report: Report,
+    suspicions: Sequence[Finding],
+    say: Callable[[object], object],
+) -> None:
+    """Run the script again as is asked for, in the way that settles most, and in one more where a loss of 1 / ranks stands in question."""
+    again = functools.partial(_run_again, config)
+    known = [finding for finding in report.findings if finding.is_wrong]
+
+    def tell(variation: Variation) -> None:
         report.variations.append(variation)
-        if variation.finding and _add(report, variation.finding, config):
+        confirmed = [one for one in suspicions if settle(one, report.variations, base) is True]
+        report.cleared = [one for one in suspicions if settle(one, report.variations, base) is False]
+        report.findings = [one for one in report.findings if one not in report.cleared]
+        # The cause has a finding of its own, or may have.
+        is_effect = not variation.plan.is_asked and (known or confirmed)
+        if variation.finding and not is_effect and _add(report, variation.finding, config):
             say(_line(variation.finding, config))
         else:
             say(f"{variation.what}: {variation.text}")
-    return report
+
+    if not (config.once or "ranks" in config.vary):
+        try:
+            plans = [second(script, config.ranks, config.batch_flag, base), *plans]
+        except UsageError as error:
+            say(f"there is no second run: {error}")
+            for finding in suspicions:
+                finding.unsettled = f"there is no second run, since {error}"
+    for variation in vary(plans, base, again):
+        tell(variation)
+    for finding in suspicions:
+        if finding.name == "loss-divided-by-ranks" and finding.is_suspicion and finding not in report.cleared:
+            for variation in () if config.once else vary([third(script, config.ranks, finding)], base, again):
+                tell(variation)
+    for finding in report.cleared:
+        say(f"{':'.join(finding.place)}: {finding.name} was suspected, and the runs above clear it")
 
 
 def _add(report: Report, finding: Finding, config: AuditConfig) -> bool:
@@ -160,6 +211,7 @@ def _run(
     script: Sequence[str],
     ranks: int,
     kill_at: int | None = None,
+    batches: str = "",
     output: Path | None = None,
 ) -> tuple[Trace, Outcome]:
     """Run the script with this folder of the run, and read what its ranks have written down."""
@@ -174,16 +226,20 @@ def _run(
             quick=config.quick,
             device=start.device_for(config.device, ranks),
             start=config.start,
+            nodes=config.nodes if ranks % config.nodes == 0 else 1,
             kill_at=kill_at,
+            batches=batches,
             output=output,
         )
         return read(events), outcome
 
 
-def _run_again(config: AuditConfig, folder: Path, script: Sequence[str], ranks: int, kill_at: int | None) -> Trace:
+def _run_again(
+    config: AuditConfig, folder: Path, script: Sequence[str], ranks: int, kill_at: int | None, batches: str
+) -> Trace:
     """:raises UsageError: if the script fails, which it did not before"""
     with tempfile.NamedTemporaryFile("r") as output:
-        trace, outcome = _run(config, folder, script, ranks, kill_at, Path(output.name))
+        trace, outcome = _run(config, folder, script, ranks, kill_at, batches, Path(output.name))
         if outcome.status != 0 and not kill_at:
             own, *_ = output.read().partition("torch/distributed/elastic")  # torchrun's report follows
             sys.stderr.write("".join(own.splitlines(keepends=True)[-OUTPUT_LINES:-1]))

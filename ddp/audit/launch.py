@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,7 +24,9 @@ def run(
     quick: bool,
     device: str,
     start: str,
+    nodes: int,
     kill_at: int | None,
+    batches: str,
     output: Path | None,
 ) -> Outcome:
     """Run ``python ARGUMENTS`` on so many ranks, and write down what they do.
@@ -33,6 +36,8 @@ def run(
     :param timeout: seconds after which the run is stopped
     :param device: as in :func:`common.foreign_script.start.environment_for`
     :param start: one of :data:`common.foreign_script.start.STARTS`
+    :param nodes: each with an agent of torchrun
+    :param batches: as :class:`ddp.audit.vary.Plan` has it
     :param kill_at: each rank is killed after so many optimizer steps
     :param output: file for what the script prints; without one, that goes to stderr
     """
@@ -43,5 +48,8 @@ def run(
         "DDP_AUDIT_DIRECTORY": os.fspath(directory),
         "DDP_AUDIT_QUICK": "1" if quick else "",
         "DDP_AUDIT_KILL_AT": str(kill_at or 0),
+        "DDP_AUDIT_BATCHES": batches,
     }
-    return run_watched(command(arguments, ranks, start), environment, timeout, directory, output)
+    if batches and "OMP_NUM_THREADS" not in os.environ:
+        environment["OMP_NUM_THREADS"] = str(json.loads(batches)[0])  # the cores of all ranks
+    return run_watched(command(arguments, ranks, start, nodes), environment, timeout, directory, output)

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path, PurePath
 
 from common.errors import UsageError
-from ddp.audit.detectors.finding import KINDS, Finding
+from ddp.audit.finding import KINDS, Finding
 from ddp.museum.__main__ import docstring, exhibits
 
 NAMED = "# audit: "  # in the line of an exhibit that is to blame, before the name of the finding
@@ -30,7 +30,7 @@ def explain(name: str) -> str:
     :raises UsageError: if there is no such finding
     """
     require([name])
-    how, what, cure, chapter = KINDS[name]
+    how, _, what, cure, chapter = KINDS[name]
     paragraphs = [f"{name}: {what}", f"How it is seen: {how}", f"What to do: {cure}. See {chapter}, in the repository"]
     for exhibit, path in exhibits().items():
         if f"{NAMED}{name}\n" in path.read_text():

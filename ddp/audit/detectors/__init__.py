@@ -23,7 +23,7 @@ from ddp.audit.detectors import (
     schedules,
     weights,
 )
-from ddp.audit.detectors.finding import Finding
+from ddp.audit.finding import Finding
 from ddp.audit.trace import Trace
 
 # In this order: a detector that knows a cause comes before those that see only its effect.

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import ArrayLike
 
-from ddp.audit.detectors.finding import KINDS, Finding, Findings
 from ddp.audit.detectors.replicas import differing, own_of_ranks
+from ddp.audit.finding import KINDS, Finding, Findings
 from ddp.audit.trace import Step, Trace
 from ddp.audit.watch.event_types import (
     Around,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from ddp.audit.detectors.finding import Finding, Findings
+from ddp.audit.finding import Finding, Findings
 from ddp.audit.trace import RankTrace, Trace
 from ddp.audit.watch.event_types import (
     Checksums,

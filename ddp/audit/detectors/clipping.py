@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from ddp.audit.detectors.averages import factor_of
-from ddp.audit.detectors.finding import Finding, Findings
+from ddp.audit.finding import Finding, Findings
 from ddp.audit.trace import Events, Step, Trace, together
 from ddp.audit.watch.event_types import Backward, Clip, Collective, Scale, Unscale
 

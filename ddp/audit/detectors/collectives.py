@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ddp.audit.detectors.finding import Finding, Findings
+from ddp.audit.finding import Finding, Findings
 from ddp.audit.trace import Trace
 from ddp.audit.watch.event_types import Collective, WithoutGradient
 

@@ -6,7 +6,7 @@ import os
 from collections import Counter
 
 from ddp.audit.detectors.averages import changes_weights
-from ddp.audit.detectors.finding import Finding, Findings
+from ddp.audit.finding import Finding, Findings
 from ddp.audit.trace import Step, Trace
 from ddp.audit.watch.event_types import Forward, LoaderBegins
 

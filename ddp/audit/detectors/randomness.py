@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from ddp.audit.detectors.finding import Finding, Findings
+from ddp.audit.finding import Finding, Findings
 from ddp.audit.trace import Trace, together
-from ddp.audit.watch.event_types import Draw, Forward, LoaderBegins, Loss, Worker
+from ddp.audit.watch.event_types import Draw, Forward, LoaderBegins, Loss, Seed, Worker
 
 
 def detect(trace: Trace) -> Findings:
     yield from _draws(trace)
+    yield from _of_main_process(trace)
     yield from _forward_passes(trace)
     yield from _workers(trace)
 
@@ -36,6 +37,17 @@ def _draws(trace: Trace) -> Findings:
             yield Finding("same-draws-each-step", first, f"each step draws the same numbers here: {what}")
         elif all(is_same for _, is_same in of_line):
             yield Finding("same-noise", first, f"all ranks draw the same numbers here: {what} in each of {count} steps")
+
+
+def _of_main_process(trace: Trace) -> Findings:
+    """NumPy's and Python's generators: in the same state on all ranks in each step, and drawn from between most."""
+    steps = list(trace.steps())
+    for number in range(2):
+        states = [tuple(step.before.generators[number] for step in of_ranks) for of_ranks in steps]
+        is_same = len(steps) > 2 and all(len(set(of_ranks)) == 1 for of_ranks in states)
+        if trace.world_size > 1 and is_same and 2 * len(set(states)) > len(states):
+            seeds = trace.ranks[0].all(Seed)
+            yield Finding("same-augmentation", seeds[-1] if seeds else steps[0][0].before)
 
 
 def _forward_passes(trace: Trace) -> Findings:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from ddp.audit.detectors.finding import Finding, Findings
+from ddp.audit.finding import Finding, Findings
 from ddp.audit.trace import Trace
 from ddp.audit.watch.event_types import Event
 
@@ -79,7 +79,7 @@ def detect(trace: Trace) -> Findings:
     files = {event.where.rpartition(":")[0] for step in trace.ranks[0].steps for event in step.events}
     for file in sorted(files):
         for name, line in read(Path(file).read_text()):
-            yield Finding(name, Event(where=f"{file}:{line}"), is_hint=True)
+            yield Finding(name, Event(where=f"{file}:{line}"))
 
 
 def read(source: str) -> Iterator[tuple[str, int]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from ddp.audit.detectors.finding import Finding, Findings
+from ddp.audit.finding import Finding, Findings
 from ddp.audit.trace import Trace, epochs, together
 from ddp.audit.watch.event_types import Average, AverageMade, LoaderBegins, Schedule, ScheduleMade
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 from operator import attrgetter
 
 from ddp.audit.detectors.averages import factor_of
-from ddp.audit.detectors.finding import Finding, Findings
+from ddp.audit.finding import Finding, Findings
 from ddp.audit.trace import Step, Trace
 from ddp.audit.watch.event_types import Loss, PutBack
 
@@ -23,6 +23,23 @@ equal = functools.partial(math.isclose, rel_tol=1e-3)
 def detect(trace: Trace) -> Findings:
     for steps in trace.steps():
         yield from _of_step(steps)
+    yield from _short_windows(trace)
+
+
+def _short_windows(trace: Trace) -> Findings:
+    """Steps of fewer micro-batches than others, such as an epoch's last, whose weights sum to that part of 1."""
+    windows: list[tuple[int, float, _Loss]] = []
+    for steps in trace.steps():
+        if losses := [loss for rank, step in enumerate(steps) for loss in _losses(rank, step)]:
+            total = sum(loss.weight * loss.terms for loss in losses) / len(steps)
+            windows.append((len(steps[0].passes), total, losses[-1]))
+    most = max((count for count, _, _ in windows), default=0)
+    is_divided = any(count == most and equal(total, 1) for count, total, _ in windows)
+    for count, total, loss in windows:
+        if is_divided and count < most and equal(total, count / most):
+            text = f"a step of {count} micro-batch{'es' * (count > 1)} is divided by {most}: the weights of all terms sum to {total:.3g}"
+            yield Finding("short-window", loss, text)
+            return
 
 
 def why_not(steps: list[Step]) -> str:
@@ -102,7 +119,6 @@ def _of_step(steps: list[Step]) -> Findings:
             "loss-divided-by-ranks",
             of_least,
             f"the weights of all terms sum to {together:.3g}, which is 1 / the number of ranks",
-            is_hint=True,
         )
     elif ranks > 1 and (equal(least, ranks) or equal(least, ranks * passes)):
         yield Finding(

@@ -39,8 +39,15 @@ JOBS = {
     "torch_alone": (*PEER, str(FOLDER / "torch_alone.py"), *FLAGS),
     **{name: (*PEER, str(FOLDER / f"with_{name}.py"), *FLAGS) for name in LIBRARIES},
     "ddp.train": (*TRAINER, *SMALL, *OURS, "--checkpoint-every", "2", "--run-dir", "{run}/run"),
-    "own_loop_by_hand": ("--vary=repeat", "--", str(EXAMPLES / "own_loop_by_hand.py")),
-    "own_loop_checkpoints": ("--vary=repeat,resume", "--", str(EXAMPLES / "own_loop_checkpoints.py"), "30", "{run}/c"),
+    "own_loop_by_hand": ("--once", "--vary=repeat", "--", str(EXAMPLES / "own_loop_by_hand.py")),
+    "own_loop_checkpoints": (
+        "--once",
+        "--vary=repeat,resume",
+        "--",
+        str(EXAMPLES / "own_loop_checkpoints.py"),
+        "30",
+        "{run}/c",
+    ),
     "own_loop_sharded": ("--vary=repeat,ranks,resume", "--", str(EXAMPLES / "own_loop_sharded.py"), "30", "{run}/c"),
 }
 
@@ -73,7 +80,7 @@ def _row(title: str, arguments: Sequence[str]) -> str:
     for one in result.get("variations", ()):
         (way,) = (way for way in VARIATIONS if one["what"].startswith(way))
         cells[way] = one["text"].partition(" (")[0].replace("the same samples and the same bits", "the same bits")
-    findings = (one for one in result.get("findings", ()) if not one["is_hint"])
+    findings = (one for one in result.get("findings", ()) if one["is_wrong"])
     texts = [one["text"] for one in findings if not one["name"].startswith("vary-")]
     if done.returncode > 1 or not result:
         texts = [f"not judged: {done.stderr.splitlines()[-1].removeprefix('error: ')}"]

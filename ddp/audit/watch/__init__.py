@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 
-PARTS = ("collectives", "files", "gradients", "loaders", "losses", "optimizers", "randomness", "wrappers")
+PARTS = ("collectives", "enlarge", "files", "gradients", "loaders", "losses", "optimizers", "randomness", "wrappers")
 
 
 def install() -> None:

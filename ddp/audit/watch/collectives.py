@@ -18,6 +18,7 @@ WORDS = ("reduce", "gather", "scatter", "broadcast", "all_to_all", "barrier")
 NAMES = [
     name for name, value in vars(dist).items() if type(value) is FunctionType and any(word in name for word in WORDS)
 ]
+MOST_VALUES = 64  # of a tensor that is written down: a metric, or a few
 _gathered: list[tuple[Any, bool, str]] = []  # lists that an all_gather has filled with tensors that lead nowhere
 
 
@@ -27,8 +28,8 @@ def collective(call: Call) -> Look:
     name, arguments = call.function.__name__, [*call.args, *call.kwargs.values()]
     if any(str(frame.f_globals.get("__name__")).startswith("torch.distributed.fsdp") for frame in frames()):
         return
-    scalars = [one for one in [call.get("tensor")] if isinstance(one, Tensor) and one.numel() == 1 and one.is_cpu]
-    before = [scalar.item() for scalar in scalars]
+    few = [one for one in [call.get("tensor")] if isinstance(one, Tensor) and one.numel() <= MOST_VALUES and one.is_cpu]
+    before = [value for tensor in few for value in tensor.double().flatten().tolist()]
     yield
     found = [tensor for tensor in find_tensors(arguments) if tensor.numel()]
     if (
@@ -40,7 +41,7 @@ def collective(call: Call) -> Look:
     event = Collective(
         name=name,
         before=before,
-        after=[scalar.item() for scalar in scalars],
+        after=[value for tensor in few for value in tensor.double().flatten().tolist()],
         gaps=[one.stride() for one in found if not torch.ops.aten.is_non_overlapping_and_dense(one)],
         requires_grad=any(tensor.requires_grad and not tensor.is_leaf for tensor in found),
         sends_parameter=in_backward() and name == "all_reduce" and are_parameters(found),

@@ -152,6 +152,7 @@ class Loss(Event):
     :ivar weight: the factor of each term in the gradient
     :ivar is_mean: whether it takes the mean itself
     :ivar probes: of its input and its target
+    :ivar share: its part of the tensor from which the backward pass began
     """
 
     call: str
@@ -160,10 +161,22 @@ class Loss(Event):
     weight: float
     is_mean: bool
     probes: Sequence[Probe]
+    share: float
+
+
+class Local(Event):
+    """Gradients depend on how a batch is divided, by design. Once for a reason.
+
+    :ivar why: a clause
+    """
+
+    why: str
 
 
 class Backward(Event):
-    """A backward pass has ended. All but ``norm`` are empty if the step is not looked at closely.
+    """A backward pass has ended. All but ``norm`` and ``loss`` are empty if the step is not looked at closely.
+
+    :ivar loss: from which it began
 
     :ivar before: ``.grad`` before it
     :ivar computed: the gradients that this rank computed by itself
@@ -173,6 +186,7 @@ class Backward(Event):
 
     before: Probes
     computed: Probes
+    loss: float
     norm: float | None
     weights: Checksums
 
@@ -188,7 +202,7 @@ class Collective(Event):
     """A collective that Python code has called.
 
     :ivar name: of the function in torch.distributed
-    :ivar before: the value of its tensor, if that has one element on the CPU; else empty
+    :ivar before: the values of its tensor, if those are few and on the CPU; else empty
     :ivar after: the same afterwards
     :ivar gaps: the strides of tensors with gaps in memory
     :ivar requires_grad: whether a tensor leads to parameters
@@ -231,6 +245,8 @@ class BeforeStep(Weights):
     :ivar rates: the learning rate of each group
     :ivar without_gradient: its parameters whose ``.grad`` is None
     :ivar gradients: of all parameters; empty if the step is not looked at closely
+    :ivar draws: another number than in the step before if torch's generator has been drawn from
+    :ivar generators: checksums of NumPy's and Python's
     """
 
     own: Sequence[str]
@@ -238,6 +254,8 @@ class BeforeStep(Weights):
     rates: list[float]
     without_gradient: Sequence[str]
     gradients: Probes
+    draws: int
+    generators: Sequence[int]
 
 
 class Stepped(Weights):
@@ -335,6 +353,7 @@ class LoaderBegins(Event):
     :ivar evaluates: False for ``update_bn``, which neither trains nor evaluates
     :ivar sampler: its class
     :ivar replicas: among which the sampler divides; None if it does not
+    :ivar batch_size: None where the batches are not the loader's own
     :ivar workers: 0 for the process itself
     """
 
@@ -345,6 +364,7 @@ class LoaderBegins(Event):
     evaluates: bool
     sampler: str
     replicas: int | None
+    batch_size: int | None
     workers: int
 
 
@@ -391,6 +411,10 @@ class Worker(Event):
 
     generators: Sequence[int]
     worker: Sequence[int]
+
+
+class Seed(Event):
+    """NumPy's or Python's generator is seeded."""
 
 
 class Draw(Event):

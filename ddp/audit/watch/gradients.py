@@ -33,13 +33,14 @@ def backward(call: Call) -> Look:
     watch_parameters()
     _computed.clear()
     before = gradient_probes() if detailed() else {}
+    loss = sum(one.sum().item() for one in tensors.find_tensors(call.get("tensors")))
     yield
     if not detailed():
-        emit(Backward(before={}, computed={}, norm=None, weights={}))
+        emit(Backward(before={}, computed={}, loss=loss, norm=None, weights={}))
         return
     computed = {number: probe.tolist() for number, probe in _computed.items()}
     weights = {n: tensors.checksum(p) for n, p in tensors.alive().items() if n in list(computed)[:1]}
-    emit(Backward(before=before, computed=computed, norm=_norm(), weights=weights))
+    emit(Backward(before=before, computed=computed, loss=loss, norm=_norm(), weights=weights))
 
 
 def watch_parameters() -> None:

@@ -55,10 +55,18 @@ def iterate(call: Call) -> Look:
         evaluates=not is_below("torch.optim.swa_utils"),
         sampler=type(sampler).__name__,
         replicas=getattr(sampler, "num_replicas", None),
+        batch_size=_batch_size(loader),
         workers=loader.num_workers,
         where=loader._audit_made,
     )
     emit(event)
+
+
+def _batch_size(loader: Any) -> int | None:
+    """The samples of a batch; None if a batch sampler or a data set of the script's own makes batches."""
+    batches = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+    batches = getattr(batches, "batch_sampler", batches)  # a library's, around torch's
+    return batches.batch_size if type(batches) is data.BatchSampler else None
 
 
 @watch(_BaseDataLoaderIter, "_next_index")

@@ -30,6 +30,7 @@ from .event_types import (
 )
 from .events import Call, Look, detailed, emit, identity, is_below, quiet, thread, watch
 from .gradients import gradient_probes, watch_parameters
+from .randomness import draws, of_main_process
 from .tensors import checksum, is_shard, known, number_of
 
 KILL_AT = int(os.environ.get("DDP_AUDIT_KILL_AT", 0))
@@ -75,6 +76,8 @@ def _look(optimizer: Any) -> None:
         rates=[float(group["lr"]) for group in optimizer.param_groups],
         without_gradient=[n for n, p in own.items() if p.requires_grad and p.grad is None],
         gradients=gradient_probes() if detailed() else {},
+        draws=draws(),
+        generators=of_main_process(),
         parameters=_checksums(own) if detailed() else None,
     )
     emit(event)

@@ -16,7 +16,7 @@ import numpy as np
 
 from common.foreign_script.run import INJECT, WATCH_VARIABLE
 from ddp.audit.detectors import find
-from ddp.audit.detectors.finding import Finding
+from ddp.audit.finding import Finding
 from ddp.audit.launch import WATCH
 from ddp.audit.trace import Trace, read
 from ddp.audit.vary import RUN
@@ -36,21 +36,27 @@ def judge(folder: Path, *arguments: object) -> list[Finding]:
 
 
 def watch(
-    folder: Path, arguments: Sequence[str], ranks: int = 2, kill_at: int | None = None, timeout_s: float = 120.0
+    folder: Path,
+    arguments: Sequence[str],
+    ranks: int = 2,
+    kill_at: int | None = None,
+    batches: str = "",
+    timeout_s: float = 120.0,
 ) -> Trace:
     """The main function of the ranks of ``python ARGUMENTS``. This runs a script for ``ddp.audit.vary``, too.
 
     :param folder: for which ``{run}`` stands in the arguments
     :param kill_at: after so many steps each rank kills itself
+    :param batches: as :class:`ddp.audit.vary.Plan` has it
     """
     directory = Path(tempfile.mkdtemp(dir=folder))
     own = [argument.replace(RUN, str(folder)) for argument in arguments]
     with contextlib.suppress(AssertionError) if kill_at else contextlib.nullcontext():
-        run_ranks(_run_watched, ranks, own, directory, kill_at, timeout_s=timeout_s, fresh=True)
+        run_ranks(_run_watched, ranks, own, directory, kill_at, batches, timeout_s=timeout_s, fresh=True)
     return read(directory)
 
 
-def _run_watched(arguments: Sequence[str], directory: Path, kill_at: int | None) -> None:
+def _run_watched(arguments: Sequence[str], directory: Path, kill_at: int | None, batches: str) -> None:
     """Run a script on this rank."""
     for name in [name for name in sys.modules if name.partition(".")[0] in ("common", "ddp")]:
         del sys.modules[name]  # they are imported anew, once torch is watched
@@ -58,6 +64,7 @@ def _run_watched(arguments: Sequence[str], directory: Path, kill_at: int | None)
     os.environ[WATCH_VARIABLE] = os.fspath(WATCH)
     os.environ["DDP_AUDIT_DIRECTORY"] = os.fspath(directory)
     os.environ["DDP_AUDIT_KILL_AT"] = str(kill_at or 0)
+    os.environ["DDP_AUDIT_BATCHES"] = batches
     runpy.run_path(str(INJECT / "sitecustomize.py"))
     is_module = arguments[0] == "-m"
     sys.argv = list(arguments[is_module:])

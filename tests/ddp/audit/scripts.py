@@ -404,6 +404,56 @@ for inputs, labels in batches():
     schedule.step(loss.detach())
 """,
     ),
+    "SHORT": (
+        "a step of 1 micro-batch is divided by 2",
+        """
+model = DistributedDataParallel(network)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for number, (inputs, labels) in enumerate(batches(5)):
+    (F.cross_entropy(model(inputs), labels) / 2).backward()
+    if number in (1, 3, 4):
+        optimizer.step()
+        optimizer.zero_grad()
+""",
+    ),
+    "LEAVES_OUT": (
+        "4 of 28 samples are left out of the evaluation",
+        """
+run(DistributedDataParallel(network), DataLoader(noisy, 8, sampler=DistributedSampler(noisy)))
+test = TensorDataset(torch.randn(28, 8))
+count = sum(len(inputs) for inputs, in DataLoader(test, 4, sampler=DistributedSampler(test), drop_last=True))
+dist.all_reduce(torch.tensor(count))
+""",
+    ),
+    "TRAINED_ON": (
+        "8 of 8 samples of this evaluation are trained on",
+        """
+data = TensorDataset(noisy.inputs, noisy.labels)
+run(DistributedDataParallel(network), DataLoader(data, 8, sampler=DistributedSampler(data)))
+part = torch.utils.data.Subset(data, range(rank, 16, 2))
+dist.all_reduce(torch.tensor(sum(len(inputs) for inputs, _ in DataLoader(part, 4))))
+""",
+    ),
+    "SWAPPED": (
+        "each evaluation leaves other weights",
+        """
+model, sampler = DistributedDataParallel(network), DistributedSampler(noisy)
+test = TensorDataset(torch.randn(28, 8))
+for epoch in range(2):
+    sampler.set_epoch(epoch)
+    run(model, DataLoader(noisy, 8, sampler=sampler))
+    count = sum(len(inputs) for inputs, in DataLoader(test, 4, sampler=range(rank, 28, ranks)))
+    dist.all_reduce(torch.tensor(count))
+    network.weight.data.mul_(0.5)
+""",
+    ),
+    "NUMPY": (
+        "NumPy or Python draws the same numbers on all ranks",
+        """
+np.random.seed(0)
+run(DistributedDataParallel(network), DataLoader(noisy, 8, sampler=DistributedSampler(noisy)))
+""",
+    ),
 }
 
 # Right scripts of which a part cannot be judged.

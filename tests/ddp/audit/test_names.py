@@ -11,8 +11,8 @@ import pytest
 
 import ddp.audit
 from common.errors import UsageError
-from ddp.audit.detectors.finding import KINDS, PAGE, Finding
-from ddp.audit.detectors.judged import judged
+from ddp.audit.finding import KINDS, PAGE, Finding
+from ddp.audit.judged import judged
 from ddp.audit.names import explain, is_ignored
 from ddp.audit.vary import KINDS as WAYS
 from ddp.audit.watch.event_types import Event
@@ -121,7 +121,7 @@ def test_a_check_in_a_test_raises_with_the_findings() -> None:
 
 @pytest.mark.examples
 def test_what_is_ignored_is_counted() -> None:
-    github = ("--format", "github", "--", str(EXHIBIT))
+    github = ("--once", "--format", "github", "--", str(EXHIBIT))
     done = run_command("ddp.audit", "--ignore", f"loss-not-divided:{EXHIBIT.name}:{LINE}", *github)
     assert done.returncode == 0, done.stdout
     assert done.stdout.splitlines()[-3].endswith(", findings ignored: 1")

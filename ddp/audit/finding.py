@@ -10,19 +10,21 @@ from typing import NamedTuple
 
 from ddp.audit.watch.event_types import Event
 
-PAGE = Path(__file__).parents[1] / "findings.md"
+PAGE = Path(__file__).parent / "findings.md"
 
 
 class Kind(NamedTuple):
     """A kind of finding.
 
     :ivar how: it is seen, and what is not
+    :ivar sort: ``"Wrong"``, which one run proves; ``"Suspicion"``, which a second run confirms or clears; or ``"Hint"``
     :ivar what: is wrong
     :ivar cure: what to do
     :ivar chapter: the page that explains it
     """
 
     how: str
+    sort: str
     what: str
     cure: str
     chapter: str
@@ -36,7 +38,8 @@ def _kinds() -> dict[str, Kind]:
         how = " ".join(detector.partition("\n")[2].split())
         for finding in findings:
             name, *items = finding.split("\n- ")
-            kinds[name.strip()] = Kind(how, *(" ".join(item.split()[1:]) for item in items))
+            sort = items[0].partition(":")[0].strip("*")
+            kinds[name.strip()] = Kind(how, sort, *(" ".join(item.split()[1:]) for item in items))
     return kinds
 
 
@@ -58,6 +61,8 @@ class Finding:
     :param diverges: whether it makes the ranks' weights differ
     :param is_effect: whether ranks that diverge for another reason would show it, too
     :param is_hint: whether nothing is wrong, and the run could be faster or more varied
+    :param proof: of a suspicion: how a second run has confirmed it; empty as long as none has
+    :param unsettled: of a suspicion: why no second run has settled it
     """
 
     name: str
@@ -68,15 +73,27 @@ class Finding:
     diverges: bool = False
     is_hint: bool = False
     is_effect: bool = False
+    proof: str = ""
+    unsettled: str = ""
 
     def __post_init__(self) -> None:
         kind = KINDS[self.name]
         self.text, self.cure, self.chapter = self.text or kind.what, self.cure or kind.cure, kind.chapter
+        self.is_hint |= kind.sort == "Hint"
 
     def as_json(self) -> dict[str, object]:
         """The printed text, in parts."""
-        own = {name: getattr(self, name) for name in ("name", "where", "text", "cure", "chapter", "rank", "is_hint")}
-        return {"step": self.event.step, **own}
+        names = ("name", "where", "text", "cure", "chapter", "rank", "is_hint", "is_wrong", "proof", "unsettled")
+        return {"step": self.event.step, **{name: getattr(self, name) for name in names}}
+
+    @property
+    def is_suspicion(self) -> bool:
+        """Whether no run has proven it."""
+        return KINDS[self.name].sort == "Suspicion" and not self.proof
+
+    @property
+    def is_wrong(self) -> bool:
+        return not self.is_hint and not self.is_suspicion
 
     @property
     def where(self) -> str:
@@ -92,15 +109,18 @@ class Finding:
     @property
     def message(self) -> str:
         rank = "" if self.rank is None else f"rank {self.rank}, "
-        return f"{self.text} ({rank}step {self.event.step}). {self.cure}. See raw-ddp audit --explain {self.name}"
+        proof = f"; {self.proof}" if self.proof else ""
+        unsettled = f" It is not settled: {self.unsettled}." if self.is_suspicion and self.unsettled else ""
+        said = f"{self.text}{proof} ({rank}step {self.event.step}).{unsettled}"
+        return f"{said} {self.cure}. See raw-ddp audit --explain {self.name}"
 
     def __str__(self) -> str:
-        return f"{':'.join(self.place)}: {'hint: ' * self.is_hint}{self.name}: {self.message}"
+        return f"{':'.join(self.place)}: {'hint: ' * (not self.is_wrong)}{self.name}: {self.message}"
 
     def as_annotation(self) -> str:
         """The line by which GitHub shows it beside the code."""
         file, line = (part.translate(VALUE) for part in self.place)
-        level = "warning" if self.is_hint else "error"
+        level = "error" if self.is_wrong else "warning"
         return f"::{level} file={file},line={line},title={self.name}::{self.message.translate(TEXT)}"
 
 

@@ -1,0 +1,88 @@
+"""Suspicions: a second run confirms them, clears them, or tells nothing about them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ddp.audit.finding import Finding
+from ddp.audit.trace import Trace
+from ddp.audit.vary import Variation
+from ddp.audit.watch.event_types import Draw
+
+# The comparison that settles a suspicion, by its name.
+SETTLES = {
+    "samples-on-every-rank": "samples",
+    "samples-left-out": "samples",
+    "uneven-batches": "samples",
+    "read-by-all": "samples",
+    "evaluation-counts-twice": "metrics",
+    "evaluates-the-same-part": "metrics",
+    "evaluation-not-summed": "metrics",
+    "loss-divided-by-ranks": "numbers",
+}
+# Nothing but reading the script settles the others.
+READ = "no run tells whether it is meant so"
+RESUME = "--vary resume, with {run} for the folder of its checkpoints, tells whether a resume lacks anything"
+
+
+def settle(finding: Finding, variations: Iterable[Variation], base: Trace) -> bool | None:
+    """Whether a suspicion is right; None if no run tells. A finding that is right gets its proof, and one that is open says why.
+
+    :param variations: the runs so far
+    """
+    finding.unsettled = RESUME if finding.name == "incomplete-checkpoint" else READ
+    for variation in variations:
+        is_equal = _is_equal(finding, variation, base)
+        if is_equal is not None:
+            if not is_equal:
+                finding.proof = f"{variation.what}: {variation.text}"
+            return not is_equal
+        if finding.name in SETTLES or finding.name.startswith("same-"):
+            finding.unsettled = f"{variation.what}: {variation.text}"
+    return None
+
+
+def _is_equal(finding: Finding, variation: Variation, base: Trace) -> bool | None:
+    """Whether what a suspicion is about is as it should be in a run."""
+    verdict, kind = variation.verdict, variation.plan.kind
+    if verdict is None:
+        return None
+    if finding.name == "incomplete-checkpoint":
+        return verdict.at is None and (verdict.numbers or None) if kind == "resume" else None
+    if kind != "ranks":
+        return None
+    if finding.name == "same-noise" and variation.other:
+        return _draws_as_before(finding.where, base, variation.other)
+    if finding.name == "same-augmentation" and variation.other:
+        return _draws_as_often(base, variation.other)
+    if finding.name == "hash-of-strings" and variation.other:
+        return _contents_as_before(base, variation.other)
+    is_equal: bool | None = getattr(verdict, SETTLES.get(finding.name, ""), None)
+    return is_equal
+
+
+def _contents_as_before(base: Trace, other: Trace) -> bool | None:
+    """Whether the samples of the same numbers are the same in all processes."""
+    found = [
+        pair
+        for trace in (base, other)
+        for epochs in trace.epochs(train=True)
+        for one in epochs
+        for pair in one.numbered()
+    ]
+    return len(set(found)) == len(dict(found)) if found else None
+
+
+def _draws_as_often(base: Trace, other: Trace) -> bool | None:
+    """Whether NumPy and Python draw as much for the first step: if not, but as much as in a later one, they draw for each sample."""
+    for number in range(2):
+        ours, theirs = ([step.before.generators[number] for step in trace.ranks[0].steps] for trace in (base, other))
+        if theirs[0] in ours and len(set(ours)) > 1:
+            return theirs[0] == ours[0]
+    return None
+
+
+def _draws_as_before(where: str, base: Trace, other: Trace) -> bool | None:
+    """Whether a line draws as much on one rank with larger batches: if not, it draws for each sample."""
+    ours, theirs = ([one.shape for one in trace.ranks[0].all(Draw) if one.where == where] for trace in (base, other))
+    return ours[0] == theirs[0] if ours and theirs else None
