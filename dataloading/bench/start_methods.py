@@ -73,7 +73,8 @@ def report(config: Any, measured: dict[str, Any]) -> str:
     for name, starts in turns.items():
         for what in starts[0]:
             columns.setdefault(what, {})[name] = Spread.of([start[what] for start in starts])
-    lines = table({what: {name: f"{each:.2f}" for name, each in column.items()} for what, column in columns.items()})
+    texts = {what: {name: f"{each:.2f}" for name, each in column.items()} for what, column in columns.items()}
+    lines = table(texts, 26, 46)
     hanging = {f"of {STARTS:,} workers hang, if a thread holds a lock half of the time": measured["hanging"]}
     for what, outcomes in (measured["breaks"] | hanging).items():
         lines += ["", f"{what}:", *(f"  {method:<32}{outcome}" for method, outcome in outcomes.items())]

@@ -82,7 +82,7 @@ def start(loader: Any, workers: int) -> dict[str, float]:
     :returns: seconds from ``iter`` to the first batch of each, and a worker's memory near their end: what is its own (USS), and
         with its part of shared pages (PSS). Threads have none
     """
-    result = {}
+    result, memory = {}, {}
     for epoch in ("first epoch, s", "second epoch, s"):
         began = time.perf_counter()
         iterator = iter(loader)
@@ -92,11 +92,11 @@ def start(loader: Any, workers: int) -> dict[str, float]:
             next(iterator)
         # HACK: torch's own list of its processes. Under another name, they are taken for threads.
         infos = [psutil.Process(worker.pid).memory_full_info() for worker in getattr(iterator, "_workers", [])]
-        result["own memory, GB"] = sum(info.uss for info in infos) / workers / 1e9
-        result["with shared, GB"] = sum(info.pss for info in infos) / workers / 1e9
+        memory["own memory, GB"] = sum(info.uss for info in infos) / workers / 1e9
+        memory["with shared, GB"] = sum(info.pss for info in infos) / workers / 1e9
         for _ in iterator:
             pass
-    return result
+    return result | memory
 
 
 def main() -> None:
