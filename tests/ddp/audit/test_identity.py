@@ -65,14 +65,19 @@ def _step(line: int, *own: str) -> list[Event]:
         rates=[0.1],
         without_gradient=[],
         gradients={},
+        draws=0,
+        generators=[],
         parameters={},
     )
     return [begins, Stepped(parameters={}, sharded=False)]
 
 
 def _pass(before: dict[str, list[float]], *computed: str) -> list[Event]:
-    loss = Loss(call="", samples=4, terms=4, weight=0.25, is_mean=True, probes=[[1.0], [1.0]])
-    return [loss, Backward(before=before, computed={number: [1.0] for number in computed}, norm=1.0, weights={})]
+    loss = Loss(call="", samples=4, terms=4, weight=0.25, is_mean=True, probes=[[1.0], [1.0]], share=1.0)
+    return [
+        loss,
+        Backward(before=before, computed={number: [1.0] for number in computed}, loss=1.0, norm=1.0, weights={}),
+    ]
 
 
 def test_a_step_of_one_rank_alone_shifts_no_others() -> None:
