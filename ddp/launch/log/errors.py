@@ -129,7 +129,8 @@ class Tracebacks:
 
     def _read(self) -> Generator[bool, Line, None]:
         """Take the lines of one rank, and tell after each whether the next one may belong to a traceback."""
-        before, link, origin = None, "", ""
+        before: Error | None = None
+        link = origin = ""
         line = yield False
         while True:
             error = Error(line.rank, line.file, origin=origin, last=line.number)

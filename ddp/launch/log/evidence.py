@@ -8,6 +8,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from common.errors import UsageError
 from ddp.launch.log import watchdog
@@ -129,9 +130,9 @@ class Evidence:
     @functools.cached_property
     def codes(self) -> dict[int, int]:
         """The exit code of each rank that a launcher reports, the first one first: torchrun's report has it at its end."""
-        facts, pairs = self.facts, list[tuple[str | int, str | int | None]]()
-        for (_, rank), (_, code) in reversed([*zip(facts["rank"], facts["code"], strict=False)]):
-            pairs.append((rank["rank"], code["code"]))
+        facts = self.facts
+        report = zip(facts["rank"], facts["code"], strict=False)
+        pairs: list[tuple[Any, Any]] = [(rank["rank"], code["code"]) for (_, rank), (_, code) in report][::-1]
         pairs += [(found["rank"], found["code"]) for _, found in facts["failed"]]
         for _, found in facts["tasks"]:
             pairs += [(task, code_of(found["words"])) for task in _numbers(found["tasks"])]
@@ -148,7 +149,8 @@ def gathered(paths: list[Path]) -> Evidence:
 
     :raises UsageError: if there is no log
     """
-    evidence, refused = Evidence(), []
+    evidence = Evidence()
+    refused: list[UsageError] = []
     for file, rank in files_of(paths).items():
         try:
             evidence.take(read(file, rank))

@@ -68,7 +68,7 @@ def read(path: Path, rank: int | None) -> Iterator[Line]:
     :param rank: of the lines that do not name theirs
     :raises UsageError: if it is empty or no text
     """
-    with sys.stdin.buffer if path == STANDARD_INPUT else open(path, "rb") as stream:
+    with open(sys.stdin.fileno() if path == STANDARD_INPUT else path, "rb") as stream:
         name = "standard input" if path == STANDARD_INPUT else str(path)
         head = stream.peek(HEAD_BYTES)[:HEAD_BYTES]
         wide = head[:2] in (b"\xff\xfe", b"\xfe\xff")  # PowerShell's

@@ -140,7 +140,7 @@ class Watchdogs:
 
 def _odd_ones(values: Mapping[int, str]) -> set[int]:
     """The ranks whose value is not the one that most have; all, if none is more frequent."""
-    (usual, most), (_, next_most), *_ = [*Counter(values.values()).most_common(), ("", 0), ("", 0)]
+    (usual, most), (_, next_most), *_others = [*Counter(values.values()).most_common(), ("", 0), ("", 0)]
     if most == next_most:
         return {*values}
     return {rank for rank, value in values.items() if value != usual}
