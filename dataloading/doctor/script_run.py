@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import tempfile
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Client, Listener
@@ -56,6 +58,7 @@ class ScriptRun:
     def __init__(self, script: Script, setting: Mapping[str, Any] | None, limit_s: float) -> None:
         self._script, self._setting, self._limit_s = script, setting, limit_s
         self._outcome: Outcome | None = None
+        self._latest = time.monotonic() + START_S
 
     def __enter__(self) -> ScriptRun:
         self._folder = tempfile.TemporaryDirectory()
@@ -66,6 +69,7 @@ class ScriptRun:
         self._thread.start()
         try:
             self._script_end = self._listener.accept()
+            self._latest = math.inf
             self.facts = self.receive(START_S)
         except BaseException:
             self.__exit__()
@@ -81,9 +85,13 @@ class ScriptRun:
             "LOADER_DOCTOR_SETTING": json.dumps(self._setting),
             "LOADER_DOCTOR_LIMIT_S": str(self._limit_s),
         }
-        self._outcome = run(self._script.command, environment, LONGEST_S, folder, folder / "output")
+        self._outcome = run(self._script.command, environment, LONGEST_S, folder, folder / "output", self._is_over)
         with contextlib.suppress(OSError):
             Client(self._address).close()  # whoever waits for the script learns that it has ended
+
+    def _is_over(self) -> bool:
+        """Whether the script has had its time to come to its loader."""
+        return time.monotonic() > self._latest
 
     def ask(self, setting: Mapping[str, Any], batches: int) -> dict[str, Any]:
         """Let the loader take a turn with a setting.
@@ -106,8 +114,13 @@ class ScriptRun:
             return received
         except (EOFError, ConnectionResetError):
             self._thread.join(GRACE_S)
-            fine = self._outcome is None or self._outcome.status == 0
-            raise ScriptEnded("the script ended" if fine else why_failed(self._outcome)) from None
+            status = self._outcome and self._outcome.status
+            why = (
+                why_failed(self._outcome)
+                if self._outcome and status
+                else "the script did not use the loader, or no longer"
+            )
+            raise ScriptEnded(why) from None
 
     def __exit__(self, *_: object) -> None:
         end_all_but(self._before, patiently=False)
