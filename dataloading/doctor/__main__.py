@@ -19,6 +19,7 @@ from common.cli import command, parse, split_arguments
 from common.errors import UsageError
 from dataloading.doctor.causes import MATTERS
 from dataloading.doctor.examine import DoctorConfig, Examined, examine, launch, require_script
+from dataloading.doctor.source import short
 
 
 @command
@@ -45,7 +46,7 @@ def advise(config: DoctorConfig, script: Sequence[str], examined: Examined) -> N
     for loader in examined.loaders:
         if loader.share >= MATTERS and loader.line:
             tried = try_settings(run := Script(arguments, environment, loader.line, tuple(needed)), config.trials)
-            print(*tried.lines, sep="\n", flush=True)
+            print(*map(short, tried.lines), sep="\n", flush=True)
             if tried.gains:
                 check_best(run, tried, config.seconds)
 
