@@ -206,7 +206,7 @@ class _Search:
         steps: float,
     ) -> None:
         self._take, self._facts, self._steps = take, facts, steps
-        self._ends = time.monotonic() + seconds
+        self._ends = time.monotonic() + seconds / 2  # of a phase: the workers, the rest, the comparison
         self._seconds, self._batches = seconds, 4
         self._turns: dict[str, list[Turn]] = {}
         self._tried = Tried(place, steps=steps)
@@ -284,8 +284,9 @@ class _Search:
     def _others(self, best: Setting) -> list[Setting]:
         """Settings that differ in one thing from the best number of workers and are faster, and all of them together."""
         candidates = [candidate for candidate in self._changes(best) if candidate != best]
-        if not candidates or time.monotonic() > self._ends:
+        if not candidates:
             return []
+        self._ends = time.monotonic() + self._seconds / 2
         _, *ranked = self._screen([best, *candidates])
         helps = sorted((one for one in ranked if one[1].high * LEAST_GAIN < 1), key=lambda one: one[1].median)
         if self._late() and not any("fetch_threads" in setting for setting, _ in helps):
@@ -389,9 +390,9 @@ def predicted_epoch(tried: Tried, steps: int, first: bool) -> float:
 
     :param first: whether it is the first one of the script
     """
-    seconds = statistics.median(turn.epoch_s(steps) for turn in tried.best)
+    seconds = statistics.fmean(turn.epoch_s(steps) for turn in tried.best)  # a median would forget rare slow samples
     if first and tried.started:
-        fresh = tried.started.head_s - statistics.median(turn.head_s for turn in tried.best)
+        fresh = tried.started.head_s - statistics.fmean(turn.head_s for turn in tried.best)
         seconds += tried.warm_up_s + (0.0 if tried.best[0].fresh else fresh)
     return seconds
 
@@ -416,7 +417,7 @@ def check_best(script: Script, tried: Tried, seconds: float, tell: Callable[[str
     setting = tried.gains[0].setting if tried.gains else {}
     check, words = Check(setting), in_words(setting) or "the present setting"
     if math.isinf(tried.steps):
-        tell(f"predicted with {words}: {statistics.median(turn.step_s for turn in tried.best):.4f} s per step")
+        tell(f"predicted with {words}: {statistics.fmean(turn.step_s for turn in tried.best):.4f} s per step")
     else:
         first, later = (predicted_epoch(tried, int(tried.steps), first=first) for first in (True, False))
         tell(

@@ -121,5 +121,5 @@ def _epoch(loader: DataLoader[Any]) -> Iterator[Any]:
 
 
 doctor, rehearsal = _Doctor(), _Rehearsal()
-DataLoader.__init__ = make  # type: ignore[assignment, method-assign]
+DataLoader.__init__ = make  # type: ignore[method-assign]
 DataLoader.__iter__ = begin  # type: ignore[method-assign]

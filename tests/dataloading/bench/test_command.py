@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
+from common.benchmarking.other_work import OtherWork
 from common.cli import parse
 from common.data.datasets import BatchKey
 from common.errors import UsageError
@@ -135,7 +136,7 @@ def test_a_data_set_of_ones_own_is_timed_and_taken_apart_as_folders_are(tmp_path
 
 
 def test_a_busy_machine_has_stages_and_is_told_how_busy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(bench.OtherWork, "doubt", lambda _: "other programs left 0.3 of 2 cores")
+    monkeypatch.setattr(OtherWork, "doubt", lambda _: "other programs left 0.3 of 2 cores")
     chosen = own("0", "--output", str(tmp_path))
     printed = bench.report(chosen, *bench.run(chosen))
     assert "no verdict: other programs left 0.3 of 2 cores" in printed

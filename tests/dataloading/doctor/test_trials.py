@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
+from common.benchmarking.other_work import OtherWork
 from dataloading.doctor import trials
 from dataloading.doctor.script_run import Script
 from dataloading.doctor.trials import Tried, check_best, in_words, predicted_epoch, try_settings
@@ -45,7 +46,7 @@ def searched(cost: Any, steps: float = math.inf, **facts: Any) -> Tried:
 def with_cores(monkeypatch: pytest.MonkeyPatch, cores: int) -> None:
     """Nobody else uses them."""
     monkeypatch.setattr(trials, "usable_cores", lambda: cores)
-    monkeypatch.setattr(trials.OtherWork, "doubt", lambda _: None)
+    monkeypatch.setattr(OtherWork, "doubt", lambda _: None)
 
 
 def test_the_best_number_of_workers_is_found_and_confirmed(monkeypatch: pytest.MonkeyPatch) -> None:
