@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 
 from common.data.datasets import Batch, BatchKey
@@ -81,8 +82,6 @@ def start(loader: Any, workers: int) -> dict[str, float]:
     :returns: seconds from ``iter`` to the first batch of each, and a worker's memory near their end: what is its own (USS), and
         with its part of shared pages (PSS). Threads have none
     """
-    import psutil  # not at the top: the bench's --help names the methods
-
     result, memory = {}, {}
     for epoch in ("first epoch, s", "second epoch, s"):
         began = time.perf_counter()

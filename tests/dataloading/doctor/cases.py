@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-GROUPS = [Path(__file__).parent / "scripts" / group for group in ("code", "loader")]
+SCRIPTS = Path(__file__).parent / "scripts"
 MARK = "  # <- planted"
 
 
@@ -24,7 +24,7 @@ MARK = "  # <- planted"
 class Case:
     """A script.
 
-    :param command: its path below its group's folder, or ``-m`` and a module, as after ``dataloading.doctor --``
+    :param command: its path below ``scripts``, or ``-m`` and a module, as after ``dataloading.doctor --``
     :param cause: the short name of its planted cause; empty if it is fast, and nothing should be said
     :param helps: a setting that should help; empty if the code has to change
     :param needs: a package that may be missing
@@ -40,11 +40,10 @@ class Case:
         return self.command.removeprefix("-m ").partition(".")[0]
 
     def planted_lines(self) -> set[str]:
-        """``file:line`` of each planted line, the file by its path below its group's folder."""
+        """``file:line`` of each planted line, the file by its path below ``scripts``."""
         return {
-            f"{file.relative_to(group)}:{number}"
-            for group in GROUPS
-            for file in [*group.glob(f"{self.name}.py"), *group.glob(f"{self.name}/*.py")]
+            f"{file.relative_to(SCRIPTS)}:{number}"
+            for file in [*SCRIPTS.glob(f"{self.name}.py"), *SCRIPTS.glob(f"{self.name}/*.py")]
             for number, line in enumerate(file.read_text().splitlines(), 1)
             if MARK in line
         }
@@ -75,8 +74,7 @@ CASES = (
 
 def copy_scripts(folder: Path) -> None:
     """Copy the scripts to a folder, without the marks."""
-    for group in GROUPS:
-        shutil.copytree(group, folder, ignore=shutil.ignore_patterns("__pycache__"), dirs_exist_ok=True)
+    shutil.copytree(SCRIPTS, folder, ignore=shutil.ignore_patterns("__pycache__"), dirs_exist_ok=True)
     for file in folder.rglob("*.py"):
         file.write_text(file.read_text().replace(MARK, ""))
 
