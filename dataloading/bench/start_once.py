@@ -16,7 +16,6 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import psutil
 import torch
 
 from common.data.datasets import Batch, BatchKey
@@ -82,6 +81,8 @@ def start(loader: Any, workers: int) -> dict[str, float]:
     :returns: seconds from ``iter`` to the first batch of each, and a worker's memory near their end: what is its own (USS), and
         with its part of shared pages (PSS). Threads have none
     """
+    import psutil  # not for --help
+
     result, memory = {}, {}
     for epoch in ("first epoch, s", "second epoch, s"):
         began = time.perf_counter()

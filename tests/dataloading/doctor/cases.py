@@ -16,7 +16,8 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-SCRIPTS = Path(__file__).parent / "scripts"
+# By where their causes lie; :func:`copy_scripts` puts all into one folder.
+SCRIPTS = [Path(__file__).parent / "scripts" / folder for folder in ("loader", "dataset")]
 MARK = "  # <- planted"
 
 
@@ -24,7 +25,7 @@ MARK = "  # <- planted"
 class Case:
     """A script.
 
-    :param command: its path below ``scripts``, or ``-m`` and a module, as after ``dataloading.doctor --``
+    :param command: its name, or ``-m`` and a module, as after ``dataloading.doctor --``
     :param cause: the short name of its planted cause; empty if it is fast, and nothing should be said
     :param helps: a setting that should help; empty if the code has to change
     :param needs: a package that may be missing
@@ -40,10 +41,11 @@ class Case:
         return self.command.removeprefix("-m ").partition(".")[0]
 
     def planted_lines(self) -> set[str]:
-        """``file:line`` of each planted line, the file by its path below ``scripts``."""
+        """``file:line`` of each planted line, the file as :func:`copy_scripts` names it."""
         return {
-            f"{file.relative_to(SCRIPTS)}:{number}"
-            for file in [*SCRIPTS.glob(f"{self.name}.py"), *SCRIPTS.glob(f"{self.name}/*.py")]
+            f"{file.relative_to(folder)}:{number}"
+            for folder in SCRIPTS
+            for file in [*folder.glob(f"{self.name}.py"), *folder.glob(f"{self.name}/*.py")]
             for number, line in enumerate(file.read_text().splitlines(), 1)
             if MARK in line
         }
@@ -73,8 +75,9 @@ CASES = (
 
 
 def copy_scripts(folder: Path) -> None:
-    """Copy the scripts to a folder, without the marks."""
-    shutil.copytree(SCRIPTS, folder, ignore=shutil.ignore_patterns("__pycache__"), dirs_exist_ok=True)
+    """Copy all scripts into one folder, without the marks."""
+    for scripts in SCRIPTS:
+        shutil.copytree(scripts, folder, ignore=shutil.ignore_patterns("__pycache__"), dirs_exist_ok=True)
     for file in folder.rglob("*.py"):
         file.write_text(file.read_text().replace(MARK, ""))
 
