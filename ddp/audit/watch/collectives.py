@@ -8,9 +8,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 
 from .event_types import Collective, PutBack, WithoutGradient
-from .events import Call, Look, called_by_script, emit, frames, in_backward, is_below, thread, watch, where
+from .events import Call, Look, called_by_script, emit, frames, in_backward, thread, watch, where
 from .tensors import are_parameters, find_tensors
 
 WORDS = ("reduce", "gather", "scatter", "broadcast", "all_to_all", "barrier")
@@ -32,9 +33,7 @@ def collective(call: Call) -> Look:
     before = [value for tensor in few for value in tensor.double().flatten().tolist()]
     yield
     found = [tensor for tensor in find_tensors(arguments) if tensor.numel()]
-    if (
-        name == "all_gather" and called_by_script() and not is_below("torch.autograd.function")
-    ):  # which has its own backward
+    if name == "all_gather" and called_by_script() and not _in_autograd_function():  # which has its own backward pass
         own = call.get("tensor")
         needed = thread.gradients and own.requires_grad and own.numel() > 1  # one number is for a log
         _gathered.append((call.get("tensor_list"), needed, where()))
@@ -47,6 +46,12 @@ def collective(call: Call) -> Look:
         sends_parameter=in_backward() and name == "all_reduce" and are_parameters(found),
     )
     emit(event)
+
+
+def _in_autograd_function() -> bool:
+    """Whether the forward or backward pass of an autograd function runs: its first argument is the context."""
+    firsts = (frame.f_locals.get(next(iter(frame.f_code.co_varnames), "")) for frame in frames())
+    return any(issubclass(type(one), FunctionCtx) for one in firsts)
 
 
 @watch(torch.autograd, "backward")

@@ -562,9 +562,9 @@ class Reentrant(torch.nn.Module):
 class Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx, own):
-        parts = [torch.empty_like(own) for _ in range(ranks)]
-        dist.all_gather(parts, own)
-        return torch.cat(parts)
+        both = own.new_empty(ranks * len(own), *own.shape[1:])
+        dist.all_gather(list(both.split(len(own))), own)
+        return both
 
     @staticmethod
     def backward(ctx, gradient):
