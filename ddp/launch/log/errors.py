@@ -84,7 +84,7 @@ class Error:
     def place(self) -> Frame | None:
         """The last line in the user's own code; without one, the last line."""
         own = [frame for frame in self.frames if not LIBRARY.search(frame.file)]
-        return (own or self.frames or [None])[-1]
+        return next(reversed(own or self.frames), None)
 
     @property
     def by_signal(self) -> bool:
