@@ -129,7 +129,7 @@ def test_a_data_set_of_ones_own_is_timed_and_taken_apart_as_folders_are(tmp_path
     assert {measured.images for measured in sweep} == {2 * 4}
     assert verdict is not None
     assert set(verdict.stage_costs) - {"collate"} in ({"__getitem__"}, {"__getitems__"})
-    printed = bench.report(chosen, sweep, verdict)
+    printed = bench.report(chosen, (sweep, verdict))
     assert "samples/s" in printed
     assert "a sample costs one worker" in printed
     assert not any(word in printed for word in ("image", "simplejpeg", "with fast"))
@@ -138,7 +138,7 @@ def test_a_data_set_of_ones_own_is_timed_and_taken_apart_as_folders_are(tmp_path
 def test_a_busy_machine_has_stages_and_is_told_how_busy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(OtherWork, "doubt", lambda _: "other programs left 0.3 of 2 cores")
     chosen = own("0", "--output", str(tmp_path))
-    printed = bench.report(chosen, *bench.run(chosen))
+    printed = bench.report(chosen, bench.run(chosen))
     assert "no verdict: other programs left 0.3 of 2 cores" in printed
     assert "__getitem__: " in printed
 
