@@ -84,7 +84,10 @@ class DoctorConfig:
     run_dir: Path = option(
         None, "folder of the runs, whose disk is looked at, and whether all hosts see it (default: runs)"
     )
-    explain: str | None = option(None, "print what ddp/launch/symptoms.md says of this message, and do nothing else")
+    explain: str | None = option(
+        None,
+        "explain this log (a file, a folder or -), or say what symptoms.md has of this message, and do nothing else",
+    )
     dumps: Path = option(
         None,
         "say which rank did not join which collective, by the dumps and stacks in this folder, and do nothing else",

@@ -35,8 +35,13 @@ def test_the_page_is_of_these_logs() -> None:
     assert PAGE.read_text() == page(LOGS)
 
 
-@pytest.mark.examples
-@pytest.mark.parametrize("name", FAILURES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if index % 3 else pytest.mark.examples)
+        for index, name in enumerate(FAILURES)
+    ],
+)
 def test_it_is_so_today(name: str, tmp_path: Path) -> None:
     """A failure that is named in its recorded log is also named when it is provoked anew."""
     verdict = judge(gathered([provoke(name, tmp_path)]))
