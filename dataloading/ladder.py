@@ -26,7 +26,7 @@ from torch.utils.data import Dataset
 from common.benchmarking.figures import plot_rounds
 from common.benchmarking.timing import Spread, interleave, paired_ratio, share_of_limit
 from common.benchmarking.turns import CPU, Rounds, run_benchmark, write_report
-from common.cli import command, option
+from common.command_line.cli import command, option
 from common.data.datasets import BatchKey, keep_batch
 from common.data.loaders import loader_errors
 from common.machine import usable_cores

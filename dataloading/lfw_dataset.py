@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from torch.utils.data import DataLoader
 
-from common.cli import command, option, parse
+from common.command_line.cli import command, option, parse
 from common.data import DECODERS
 from common.data.loaders import loader_errors
 from common.distributed.dist_env import require_alone

@@ -27,7 +27,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
-from common.cli import command, option, parse
+from common.command_line.cli import command, option, parse
+from common.command_line.stdout import print_results
 from common.data import fashion_mnist
 from common.data.datasets import Batch, ImageData, Images, fetch_batches
 from common.data.on_device import kept_on_device
@@ -43,7 +44,6 @@ from common.models.modules import to_device
 from common.randomness import derive_seed, seed_torch, shuffled
 from common.reporting.provenance import describe_machine
 from common.signals.stop_request import stop_signals
-from common.stdout import print_results
 from common.training.evaluation import evaluate, evaluation_batch_size, predict, samples_shown
 from common.training.metrics import MetricsWriter
 from common.training.optimization import build_optimizer, set_learning_rate

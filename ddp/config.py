@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common.cli import flag_of, is_function_name, option
+from common.command_line.cli import flag_of, is_function_name, option
 from common.data import DECODERS
 from common.data.datasets import IN_MEMORY
 from common.distributed import BACKENDS, DEVICES

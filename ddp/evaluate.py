@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from common.cli import command, from_settings, option, parse
+from common.command_line.cli import command, from_settings, option, parse
 from common.distributed import BACKENDS, DEVICES
 from common.distributed.rank_logging import rank_logging
 from common.errors import UsageError

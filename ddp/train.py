@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from common.cli import command, parse
+from common.command_line.cli import command, parse
 from common.data.datasets import Batch, ImageData
 from common.randomness import seed_torch
 from common.training.evaluation import Evaluation, evaluate

@@ -24,7 +24,7 @@ from typing import Any
 from common.benchmarking.other_work import OtherWork
 from common.benchmarking.turns import write_results
 from common.child_processes import adopt_orphans, descendants, end_all_but
-from common.cli import command, option, parse
+from common.command_line.cli import command, option, parse
 from common.errors import UsageError
 
 # For each part its command, where OUT is its folder; its minutes; and where its files are published.

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from common.cli import parse
+from common.command_line.cli import parse
 from common.training.recipes import load_dataset
 from ddp.bench.overhead import OverheadConfig, trainer_step
 from ddp.config import TrainConfig

@@ -25,7 +25,7 @@ from typing import Any
 
 import psutil
 
-from common.cli import command, option, parse
+from common.command_line.cli import command, option, parse
 from common.errors import UsageError
 from common.files.run_directory import CONFIG_FILE
 from common.signals.stop_request import stop_signals

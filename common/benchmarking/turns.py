@@ -25,7 +25,7 @@ import torch.distributed as dist
 from common.benchmarking.clock import clock_of
 from common.benchmarking.other_work import OtherWork
 from common.benchmarking.timing import Spread, interleave, paired_ratios
-from common.cli import parse
+from common.command_line.cli import parse
 from common.distributed.dist_env import DistEnv, require_alone
 from common.distributed.rank_logging import Progress, rank_logging
 from common.files.atomic_files import write_json

@@ -23,6 +23,7 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import Dataset
 
+from common.command_line.functions import import_function
 from common.data.datasets import (
     NO_AUGMENTATION,
     Augmentation,
@@ -37,7 +38,6 @@ from common.data.datasets import (
 from common.data.loaders import BadSample
 from common.data.rgb import NoRange, to_rgb
 from common.errors import UsageError
-from common.functions import import_function
 from common.randomness import derive_seed
 
 SIGNATURE = "load() -> (train, test, class_names)"

@@ -12,9 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from common.cli import is_function_name
+from common.command_line.cli import is_function_name
+from common.command_line.functions import import_function
 from common.errors import UsageError
-from common.functions import import_function
 from common.models.gpt import HEAD_WIDTH, TextModel
 from common.models.modules import evaluating
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from common.cli import is_function_name, option
+from common.command_line.cli import is_function_name, option
 from common.data import datasets, fashion_mnist
 from common.data.datasets import IN_MEMORY, Augmentation, ImageData
 from common.data.enlarged import enlarge

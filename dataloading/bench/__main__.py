@@ -29,7 +29,7 @@ from common.benchmarking.figures import plot_sweep
 from common.benchmarking.other_work import OtherWork
 from common.benchmarking.timing import Spread
 from common.benchmarking.turns import Rounds, run_benchmark, write_report
-from common.cli import command, flag_of, option
+from common.command_line.cli import command, flag_of, option
 from common.data import DECODERS
 from common.data.loaders import loader_errors
 from common.errors import UsageError

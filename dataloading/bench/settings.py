@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, RandomSampler, default_collate
 
+from common.command_line.functions import import_function
 from common.errors import UsageError
-from common.functions import import_function
 from dataloading.dataset.augmentation import course_transform
 from dataloading.dataset.batches import ImageBatches, ThreadedFetch, collate
 from dataloading.dataset.image_files import ImageFiles

@@ -15,7 +15,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from common.cli import command, parse, split_arguments
+from common.command_line.cli import command, parse, split_arguments
 from common.errors import UsageError
 from dataloading.doctor.causes import MATTERS
 from dataloading.doctor.examine import DoctorConfig, Examined, examine, launch, require_script

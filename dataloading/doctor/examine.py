@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.cli import option
+from common.command_line.cli import option
 from common.errors import UsageError
 from common.foreign_script import start
 from common.foreign_script.failure import why_failed

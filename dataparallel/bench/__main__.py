@@ -19,7 +19,7 @@ import torch
 from common.benchmarking.figures import plot_stacked
 from common.benchmarking.timing import interleave
 from common.benchmarking.turns import WARMUP, Rounds, run_benchmark, write_report
-from common.cli import command, option
+from common.command_line.cli import command, option
 from common.errors import UsageError
 from common.machine import usable_cores
 from common.models.build import LEAST_SAMPLES, MODELS

@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import sys
 
-from common.cli import command, parse, split_arguments
+from common.command_line.cli import command, parse, split_arguments
 from ddp.audit.audit import AuditConfig, audit
 from ddp.audit.names import explain
 

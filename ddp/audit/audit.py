@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from common.cli import option
+from common.command_line.cli import option
 from common.errors import UsageError
 from common.foreign_script import start
 from common.foreign_script.run import Outcome

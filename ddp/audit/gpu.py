@@ -13,7 +13,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.cli import command, option, parse, split_arguments
+from common.command_line.cli import command, option, parse, split_arguments
 from common.errors import UsageError
 from common.foreign_script import start
 from common.foreign_script.failure import why_failed

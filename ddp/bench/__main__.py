@@ -19,7 +19,7 @@ import importlib
 import sys
 
 from common.benchmarking.turns import run_benchmark
-from common.cli import command
+from common.command_line.cli import command
 from common.errors import UsageError
 
 ON_RANKS = ("overhead", "safety")  # which torchrun may start; the others start their own processes

@@ -36,7 +36,7 @@ from common.benchmarking.turns import (
     timed_steps,
     write_report,
 )
-from common.cli import option
+from common.command_line.cli import option
 from common.distributed.dist_env import DistEnv
 from common.errors import UsageError
 from common.reporting.run_figures import COLORS, label_ends, new_figure

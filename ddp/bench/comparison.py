@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common.benchmarking.turns import Rounds, Step, take_turns, timed_steps
-from common.cli import option
+from common.command_line.cli import option
 from common.distributed.dist_env import DistEnv
 from common.machine import keep_freed_memory
 from ddp.bench.placement import Placement, place_ranks

@@ -28,7 +28,7 @@ from pathlib import Path
 
 from common.benchmarking.figures import plot_rounds
 from common.benchmarking.turns import cells, progress_of, ratios, table, write_report
-from common.cli import option
+from common.command_line.cli import option
 from ddp.bench.comparison import Comparison, TurnsConfig, compare
 from ddp.bench.costs import PARTIAL, report_costs
 from ddp.bench.placement import PlacedConfig

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from common.benchmarking.figures import plot_stacked
 from common.benchmarking.turns import Rounds, table, write_report
-from common.cli import option
+from common.command_line.cli import option
 from common.distributed.dist_env import DistEnv
 from common.machine import set_malloc
 from ddp.bench.sharding import STAGES, VOCABULARY, TransformerConfig, share

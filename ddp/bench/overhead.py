@@ -27,7 +27,7 @@ from common.benchmarking.figures import plot_rounds
 from common.benchmarking.other_work import OtherWork
 from common.benchmarking.timing import Spread, paired_ratios
 from common.benchmarking.turns import Step, Times, cells, progress_of, take_turns, timed_steps, write_report
-from common.cli import option, parse
+from common.command_line.cli import option, parse
 from common.data.datasets import Batch
 from common.distributed import DEVICES
 from common.distributed.dist_env import DistEnv

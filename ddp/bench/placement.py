@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from common.cli import option
+from common.command_line.cli import option
 from common.distributed import DEVICES
 from common.errors import UsageError
 from common.gpu.devices import count_gpus, why_no_gpu

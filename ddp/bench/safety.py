@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from common.benchmarking.turns import Step
-from common.cli import option, parse
+from common.command_line.cli import option, parse
 from common.training.metrics import MetricsWriter
 from ddp.bench.overhead import OverheadConfig, measure, report, trainer_step, without_guard
 from ddp.checkpoint.checkpointer import Checkpointer

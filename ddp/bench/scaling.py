@@ -24,7 +24,7 @@ from torch import nn
 from common.benchmarking.figures import plot_stacked
 from common.benchmarking.timing import NOISE, paired_ratio
 from common.benchmarking.turns import Times, cells, progress_of, table, take_turns, timed_steps, write_report
-from common.cli import option
+from common.command_line.cli import option
 from common.data.datasets import ImageData
 from common.distributed import DEVICES
 from common.distributed.dist_env import DistEnv

@@ -22,7 +22,7 @@ from torch import nn
 
 from common.benchmarking.figures import plot_rounds
 from common.benchmarking.turns import Step, Times, cells, progress_of, ratios, table, write_report
-from common.cli import option
+from common.command_line.cli import option
 from common.distributed.dist_env import DistEnv
 from common.models.build import require_heads
 from common.models.gpt import GPT

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from common.cli import command, option, parse
+from common.command_line.cli import command, option, parse
 from common.distributed.dist_env import DistEnv, require_alone
 from common.distributed.rank_logging import rank_logging
 from common.errors import UsageError

@@ -26,10 +26,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from common.cli import command, option, parse
+from common.command_line.cli import command, option, parse
+from common.command_line.stdout import print_results
 from common.distributed.dist_env import require_alone
 from common.files.run_directory import files_line, prepare_output, results_in
-from common.stdout import print_results
 
 if TYPE_CHECKING:
     from ddp.conformance.check import Check

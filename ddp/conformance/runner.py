@@ -26,9 +26,9 @@ import torch.distributed as dist
 from torch import nn
 
 import ddp.conformance.checks as checks
+from common.command_line.functions import import_function
 from common.distributed.dist_env import DistEnv
 from common.errors import UsageError
-from common.functions import import_function
 from ddp.conformance.check import CHECKS, Check, Wrap, Wrong
 from ddp.rendezvous.worker_group import WorkerGroup, preload
 

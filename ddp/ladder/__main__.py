@@ -21,7 +21,7 @@ from typing import Any, TypeAlias
 from common.benchmarking.figures import plot_rounds
 from common.benchmarking.timing import interleave, paired_ratio
 from common.benchmarking.turns import Rounds, cells, run_benchmark, table, write_report
-from common.cli import command, option
+from common.command_line.cli import command, option
 from common.data import fashion_mnist
 from common.data.datasets import IN_MEMORY, load
 from common.machine import usable_cores

@@ -49,12 +49,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
-from common.cli import command, option, parse
+from common.command_line.cli import command, option, parse
+from common.command_line.stdout import print_results
 from common.distributed import DEVICES
 from common.distributed.dist_env import DistEnv, find_dist_env
+from common.distributed.launchers import launcher_name
 from common.distributed.rank_logging import rank_logging
-from common.launchers import launcher_name
-from common.stdout import print_results
 from ddp.rendezvous.addresses import addresses_by_interface, interface_towards
 from ddp.rendezvous.launch_facts import software
 from ddp.rendezvous.process_group import clean_exit, rendezvous_errors, rendezvous_store

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from common.cli import command, option, parse
+from common.command_line.cli import command, option, parse
 
 PAGE = Path(__file__).with_suffix(".md")
 CHECKLIST = PAGE.with_name("my_job.md")

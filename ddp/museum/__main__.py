@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from common.cli import command
+from common.command_line.cli import command
 from common.errors import UsageError
 
 FOLDER = Path(__file__).parent

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from common.cli import settings_of
+from common.command_line.cli import settings_of
 from common.distributed.agreement import GPU, GPU_KIND, UNKNOWN
 from common.distributed.dist_env import DistEnv
 from common.gpu.devices import identity_of, kind_of
@@ -34,7 +34,7 @@ SCHEDULER_JOBS = ("SLURM_JOB_ID", "LSB_JOBID", "AZUREML_RUN_ID")
 def launch_facts(env: DistEnv, settings: Any) -> dict[str, str]:
     """By name, as text, what :func:`common.distributed.agreement.require_agreement` compares.
 
-    :param settings: the command's dataclass, see :func:`common.cli.option`; None if it has none
+    :param settings: the command's dataclass, see :func:`common.command_line.cli.option`; None if it has none
     """
     return {
         **({} if settings is None else settings_of(settings)),

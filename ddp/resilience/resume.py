@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from common.cli import flag_of
+from common.command_line.cli import flag_of
 from common.data.datasets import ImageData
 from common.device_errors import raise_explained
 from common.distributed.dist_env import DistEnv, implementation

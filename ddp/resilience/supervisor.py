@@ -15,6 +15,7 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
+from common.command_line.stdout import print_results
 from common.data.datasets import Batch
 from common.data.loaders import loader_errors
 from common.distributed.dist_env import implementation
@@ -23,7 +24,6 @@ from common.files.run_directory import require_lock
 from common.gpu.report import log_gpu
 from common.signals import early_signals
 from common.signals.stop_request import StopRequest, StopTogether, exit_status, signal_name
-from common.stdout import print_results
 from common.training.evaluation import Evaluation, predict, samples_shown
 from common.training.metrics import MetricsWriter
 from common.training.precision import describe_arithmetic

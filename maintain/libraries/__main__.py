@@ -11,7 +11,7 @@ import importlib.util
 import statistics
 
 from common.benchmarking.turns import cells, ratios, run_benchmark, table
-from common.cli import command
+from common.command_line.cli import command
 from common.errors import UsageError
 from ddp.ladder import __main__ as ladder
 from ddp.ladder.__main__ import LadderConfig, Variants, measure, rates_of

@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from common.cli import command
+from common.command_line.cli import command
 from common.errors import UsageError
 from maintain.recording.events import Recording, read
 from maintain.recording.page import write_page

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from common.cli import command
+from common.command_line.cli import command
 from common.errors import UsageError
 
 FOLDER = Path(__file__).parent

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from common.cli import command, option, parse
+from common.command_line.cli import command, option, parse
 from common.errors import UsageError
 from ddp.launch.dumps.compare import findings, listed
 from ddp.launch.dumps.recorded import Recorded, read_dump

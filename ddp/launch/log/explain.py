@@ -16,7 +16,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from common.cli import command
+from common.command_line.cli import command
 from common.errors import UsageError
 from ddp.launch import symptoms
 from ddp.launch.log.evidence import Evidence, gathered

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from common.cli import flag_of, parse, settings_of
+from common.command_line.cli import flag_of, parse, settings_of
 from common.distributed import agreement
 from common.distributed.agreement import GPU, GPU_KIND, UNKNOWN, Facts, describe, require_agreement
 from common.distributed.dist_env import DistEnv

@@ -261,10 +261,10 @@ def test_a_process_that_waits_inside_cpp_ends_all_the_same(number: int, requeued
 def test_a_second_ctrl_c_ends_in_a_line(block: str, wait_s: float, line: str) -> None:
     """The second is sent later, or while the first is told."""
     program = f"""
-import common.cli, os, signal, time
+import common.command_line.cli, os, signal, time
 from common.signals.stop_request import StopRequest
-common.cli.finalize_silently = lambda: os.kill(os.getpid(), signal.SIGINT)
-@common.cli.command
+common.command_line.cli.finalize_silently = lambda: os.kill(os.getpid(), signal.SIGINT)
+@common.command_line.cli.command
 def main():
     {block}
         print("ready", flush=True)

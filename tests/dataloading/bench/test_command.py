@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import Dataset
 
 from common.benchmarking.other_work import OtherWork
-from common.cli import parse
+from common.command_line.cli import parse
 from common.data.datasets import BatchKey
 from common.errors import UsageError
 from common.machine import usable_cores

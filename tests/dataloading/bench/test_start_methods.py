@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from common.cli import parse
+from common.command_line.cli import parse
 from dataloading.bench import held_lock, start_methods
 from dataloading.bench.__main__ import LoadingBenchConfig
 from dataloading.bench.start_once import make_loader, start

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from common.cli import from_settings
+from common.command_line.cli import from_settings
 from common.distributed.dist_env import find_dist_env
 from common.errors import UsageError
 from ddp.checkpoint import load, storage

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from common.cli import parse
+from common.command_line.cli import parse
 from ddp.config import TrainConfig
 from tests.support.launch import REPOSITORY
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from torch.distributed.run import get_args_parser
 
-from common.cli import parse
+from common.command_line.cli import parse
 from ddp.config import TrainConfig
 from tests.support.launch import REPOSITORY, clean_environment
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from common.cli import command
+from common.command_line.cli import command
 from common.distributed.rank_logging import rank_logging
 from ddp.rendezvous.process_group import process_group
 

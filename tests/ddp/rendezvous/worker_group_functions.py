@@ -13,7 +13,7 @@ import numpy.typing as npt
 import psutil
 import torch
 
-from common.cli import command
+from common.command_line.cli import command
 from common.distributed.dist_env import DistEnv
 from common.errors import UsageError
 from ddp.rendezvous.worker_group import WorkerGroup

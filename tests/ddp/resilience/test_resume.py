@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from common.cli import flag_of
+from common.command_line.cli import flag_of
 from common.errors import UsageError
 from common.files.run_directory import CONFIG_FILE, REQUEUE_FILE
 from ddp.checkpoint import storage

@@ -20,7 +20,7 @@ TIMINGS = (*TIMES, "waited")
 def outcome(run_dir: Path) -> dict[str, Any]:
     """All results of a run, flat: a value per tensor (its dtype, shape and bytes), number and metric; no timings.
 
-    :raises common.cli.UsageError: when no checkpoint is whole
+    :raises common.command_line.cli.UsageError: when no checkpoint is whole
     """
     newest = storage.newest(run_dir)
     assert newest is not None, f"{run_dir} has no checkpoint"

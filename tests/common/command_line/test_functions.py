@@ -1,4 +1,4 @@
-"""``common.functions``: what ``module:function`` finds, and what is said when it finds nothing."""
+"""``common.command_line.functions``: what ``module:function`` finds, and what is said when it finds nothing."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from common.command_line.functions import import_function
 from common.errors import UsageError
-from common.functions import import_function
 
 
 def test_a_function_is_found_by_its_module_and_name() -> None:

@@ -32,12 +32,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from common.error_line import print_error
+from common.command_line.error_line import print_error
+from common.command_line.stdout import stdout_errors
+from common.distributed.launchers import adopt_launcher
 from common.errors import UsageError
-from common.launchers import adopt_launcher
 from common.signals import early_signals
 from common.signals.stop_request import INTERRUPTED, REQUEUE, STOPPED, finalize_silently, keep_stops
-from common.stdout import stdout_errors
 
 Config = TypeVar("Config")
 
@@ -60,7 +60,7 @@ def option(
     A field of type ``tuple[int, ...]`` (or of another element type) is given as a list, ``--workers 0,2,4``. The choices
     and the range then apply to each value.
 
-    :param or_function: accept ``module:function`` besides the choices; see common/functions.py
+    :param or_function: accept ``module:function`` besides the choices; see common/command_line/functions.py
     :param implied: the value of a flag that is given without one
     :param per_node: whether the nodes of a job may have different values: for paths and interfaces
     """

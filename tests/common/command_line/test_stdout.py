@@ -1,4 +1,4 @@
-"""common/stdout.py: a reader that has gone, a full disk and a closed stdout."""
+"""common/command_line/stdout.py: a reader that has gone, a full disk and a closed stdout."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from tests.support.launch import REPOSITORY, clean_environment
 
 PROGRAM = """
 import logging
-from common.cli import command
-from common.stdout import print_results
+from common.command_line.cli import command
+from common.command_line.stdout import print_results
 logging.basicConfig()
 
 @command
@@ -60,7 +60,10 @@ def test_a_stdout_that_cannot_be_written_is_named() -> None:
     words = "stdout cannot be written (No space left on device)"
     assert end_of("table", "/dev/full") == (2, f"error: {words}\n")
     status, said = end_of("results", "/dev/full")
-    assert (status, said) == (0, f"WARNING:common.stdout:{words}: the summary is lost, the results are complete\n")
+    assert (status, said) == (
+        0,
+        f"WARNING:common.command_line.stdout:{words}: the summary is lost, the results are complete\n",
+    )
 
 
 def test_a_name_that_is_no_utf_8_can_be_printed() -> None:

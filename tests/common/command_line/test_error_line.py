@@ -1,4 +1,4 @@
-"""common/error_line.py: which rank prints a user error, and when."""
+"""common/command_line/error_line.py: which rank prints a user error, and when."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from common.error_line import WAIT_FOR_LOCAL_RANK_ZERO_S, WAIT_IF_PRINTED_S, print_error
+from common.command_line.error_line import WAIT_FOR_LOCAL_RANK_ZERO_S, WAIT_IF_PRINTED_S, print_error
 from common.errors import UsageError
 from tests.support.launch import error_lines, run_torchrun
 
@@ -19,7 +19,7 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
         if name.startswith(("TORCHELASTIC", "MASTER_")) or "RANK" in name:
             monkeypatch.delenv(name)
     slept: list[float] = []
-    monkeypatch.setattr("common.error_line.time.sleep", slept.append)
+    monkeypatch.setattr("common.command_line.error_line.time.sleep", slept.append)
     return slept
 
 

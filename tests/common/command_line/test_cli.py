@@ -1,4 +1,4 @@
-"""``common.cli``: what a command line becomes, how a mistake in it is told, and who tells it."""
+"""``common.command_line.cli``: what a command line becomes, how a mistake in it is told, and who tells it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from common.cli import command, from_settings, option, parse
+from common.command_line.cli import command, from_settings, option, parse
 from common.errors import UsageError
 from tests.support.launch import REPOSITORY, run_ranks
 
@@ -187,7 +187,7 @@ def test_a_user_error_is_one_line_and_status_2(capsys: pytest.CaptureFixture[str
 
 
 def test_nothing_heavy_is_imported_with_it() -> None:
-    program = "import sys, common.cli; print(*{'torch', 'numpy', 'matplotlib', 'PIL'} & set(sys.modules))"
+    program = "import sys, common.command_line.cli; print(*{'torch', 'numpy', 'matplotlib', 'PIL'} & set(sys.modules))"
     run = subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, check=True)
     assert run.stdout.strip() == ""
 
@@ -241,7 +241,7 @@ def test_an_option_takes_one_of_its_choices_or_a_function(capsys: pytest.Capture
 
 HALF_BUILT = """
 import os, signal
-from common.cli import command
+from common.command_line.cli import command
 from common.signals.stop_request import stop_signals
 
 class HalfBuilt:
