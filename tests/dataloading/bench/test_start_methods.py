@@ -30,7 +30,7 @@ def test_a_held_lock_hangs_every_forked_worker_and_no_other() -> None:
         assert held_lock.count_hanging("forkserver", 3, wait_s=120) == 0
 
 
-@pytest.mark.examples
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_all_methods_are_compared(pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All start methods are timed in turns, and what breaks is named.
