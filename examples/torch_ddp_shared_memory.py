@@ -1,7 +1,6 @@
 """torch's own DistributedDataParallel on CPUs, with one line more: gradients are averaged in shared memory, to the same bits.
 
-torchrun --nproc_per_node=2 torch_ddp_shared_memory.py          # with the line
-torchrun --nproc_per_node=2 torch_ddp_shared_memory.py plain    # without it
+torchrun --nproc_per_node=2 torch_ddp_shared_memory.py    # with the word plain at its end, without that line
 """
 
 import statistics
@@ -35,9 +34,7 @@ for _ in range(STEPS):
     optimizer.zero_grad()
     seconds.append(time.perf_counter() - began)
 weights = nn.utils.parameters_to_vector(model.parameters()).double().sum().item()
-print(
-    f"rank {dist.get_rank()}: {1e3 * statistics.median(seconds):.1f} ms a step, sum of the weights {weights!r}",
-    flush=True,
-)
+milliseconds = 1e3 * statistics.median(seconds)
+print(f"rank {dist.get_rank()}: {milliseconds:.1f} ms a step, sum of the weights {weights!r}", flush=True)
 del model, loss  # with them go the group's threads: one that is still busy while Python shuts down aborts the process
 dist.destroy_process_group()

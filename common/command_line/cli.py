@@ -34,8 +34,8 @@ from typing import Any, NoReturn, TypeVar
 
 from common.command_line.error_line import print_error
 from common.command_line.stdout import stdout_errors
-from common.distributed.launchers import adopt_launcher
 from common.errors import UsageError
+from common.launchers import adopt_launcher
 from common.signals import early_signals
 from common.signals.stop_request import INTERRUPTED, REQUEUE, STOPPED, finalize_silently, keep_stops
 

@@ -2,7 +2,7 @@
 
 ``torchrun`` starts one process per device and describes each through its environment (RANK, WORLD_SIZE, LOCAL_RANK,
 LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT). :func:`find_dist_env` turns that into a :class:`DistEnv`. The variables
-of other launchers have been translated by then (common/distributed/launchers.py).
+of other launchers have been translated by then (common/launchers.py).
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ import torch
 import torch.distributed as dist
 
 from common.distributed.agreement import RanksDiffer, describe
-from common.distributed.launchers import TORCHRUN_VARIABLES
 from common.errors import UsageError
 from common.gpu.devices import count_gpus, gpu_of, why_no_gpu
+from common.launchers import TORCHRUN_VARIABLES
 from common.machine import usable_cores
 
 logger = logging.getLogger(__name__)

@@ -53,8 +53,8 @@ from common.command_line.cli import command, option, parse
 from common.command_line.stdout import print_results
 from common.distributed import DEVICES
 from common.distributed.dist_env import DistEnv, find_dist_env
-from common.distributed.launchers import launcher_name
 from common.distributed.rank_logging import rank_logging
+from common.launchers import launcher_name
 from ddp.rendezvous.addresses import addresses_by_interface, interface_towards
 from ddp.rendezvous.launch_facts import software
 from ddp.rendezvous.process_group import clean_exit, rendezvous_errors, rendezvous_store

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import psutil
 
-from common.distributed.launchers import TORCHRUN_VARIABLES
+from common.launchers import TORCHRUN_VARIABLES
 from common.signals import early_signals
 from dataloading.dataset.decoders import installed
 from ddp.rendezvous.worker_group import rendezvous

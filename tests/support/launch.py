@@ -84,7 +84,7 @@ def start_program(
 
 def clean_environment() -> dict[str, str]:
     """This process's environment without what a surrounding job may have set."""
-    from common.distributed.launchers import TORCHRUN_VARIABLES
+    from common.launchers import TORCHRUN_VARIABLES
 
     return {name: value for name, value in os.environ.items() if name not in TORCHRUN_VARIABLES}
 

@@ -87,7 +87,7 @@ def test_threads_that_live_before_a_fork_are_noted(tmp_path: Path) -> None:
         done.set()
         thread.join()
     (seen,) = read(tmp_path)
-    assert seen.all("threads")[0]["alive"][0][0] == "uploader"
+    assert "uploader" in [name for name, _ in seen.all("threads")[0]["alive"]]
 
 
 def test_a_sample_is_not_slow_where_other_programs_used_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,7 +102,7 @@ def test_a_sample_is_not_slow_where_other_programs_used_the_cores(monkeypatch: p
 
 class Slow(Noisy):
     def __getitem__(self, index: int) -> tuple[Tensor, float, float]:
-        return torch.tensor(float(sum(n * n for n in range(60_000)))), 0.0, 0.0
+        return torch.tensor(float(sum(n * n for n in range(400_000)))), 0.0, 0.0
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from common.distributed.launchers import expand_hosts
+from common.launchers import expand_hosts
 from tests.launchers.slurm import Cluster, slurm, why_not
 from tests.support.harm.kill import JOB, wait_for_step
 from tests.support.harm.left import differences

@@ -18,8 +18,8 @@ import torch.distributed as dist
 
 from common.distributed import dist_env
 from common.distributed.dist_env import DistEnv, find_dist_env
-from common.distributed.launchers import TORCHRUN_VARIABLES
 from common.errors import UsageError
+from common.launchers import TORCHRUN_VARIABLES
 from ddp.rendezvous.process_group import clean_exit, process_group, rendezvous_errors
 from tests.support.fake_gpu import pretend_gpus
 from tests.support.launch import run_command, run_ranks

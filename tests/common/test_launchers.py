@@ -1,4 +1,4 @@
-"""common/distributed/launchers.py: whatever started a rank, torchrun's variables say which one it is."""
+"""common/launchers.py: whatever started a rank, torchrun's variables say which one it is."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from common.distributed.dist_env import find_dist_env
-from common.distributed.launchers import PORTS, adopt_launcher, expand_hosts, tasks_per_node
 from common.errors import UsageError
+from common.launchers import PORTS, adopt_launcher, expand_hosts, tasks_per_node
 from tests.support.fake_gpu import pretend_gpus
 
 SRUN = {
