@@ -24,7 +24,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_the_planted_cause_is_named_at_its_line(folder: Path, case: Case) -> None:
-    """Claim (dataloading/README.md): the doctor names the cause that is planted in a slow script, at its line."""
+    """The report has the cause at a planted line; of a fast script it says nothing.
+
+    Claim (dataloading/README.md): the doctor names the cause that is planted in a slow script, at its line.
+    """
     if not importlib.util.find_spec(case.needs):
         pytest.skip(f"needs {case.needs}")
     flags = ("--device=cpu", "--seconds=20", "--trials=0")
