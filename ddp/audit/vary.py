@@ -193,7 +193,8 @@ def vary(plans: Sequence[Plan], base: Trace, run: Runner) -> Iterator[Variation]
                 if plan.killed:
                     what += f", after {kill_at} steps"
                     killed = run(folder, plan.killed, plan.ranks, kill_at, "")
-                    if not any(rank.all(Save) for rank in killed.ranks):
+                    # A script that never saves is compared, since it begins anew.
+                    if any(rank.all(Save) for rank in base.ranks) and not any(rank.all(Save) for rank in killed.ranks):
                         yield Variation(plan, what, "no checkpoint was saved by then")
                         continue
                 other = run(folder, plan.script, plan.ranks, None, plan.batches)

@@ -118,7 +118,7 @@ def _trained_on(trace: Trace) -> Findings:
         rows = set(epoch.rows)
         if epoch.trains:
             latest = epoch.begin.dataset
-        elif latest is not None and epoch.begin.dataset != latest and 2 * len(rows & trained[latest]) > len(rows):
+        elif latest is not None and epoch.begin.dataset not in trained and 2 * len(rows & trained[latest]) > len(rows):
             text = f"{len(rows & trained[latest])} of {len(rows)} samples of this evaluation are trained on, too"
             yield Finding("evaluates-what-is-trained-on", epoch.begin, text, 0)
             return
