@@ -1,1 +1,1 @@
-"""Scripts and manifests for clusters, and a command that shows what a launcher has started."""
+"""Scripts and manifests for clusters; the doctor: ranks that a launcher has started, logs, dumps and messages."""
