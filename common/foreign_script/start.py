@@ -5,10 +5,11 @@ from __future__ import annotations
 import ast
 import contextlib
 import os
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from common.foreign_script.run import LOCAL_RANK_VARIABLE
+from common.foreign_script.run import LOCAL_RANK_VARIABLE, Outcome, run
 
 AGENTS = Path(__file__).parent / "agents.py"
 STAND_IN = Path(__file__).parent / "stand_in" / "__init__.py"
@@ -17,6 +18,8 @@ STARTS = ("auto", "torchrun", "python")
 STARTS_ITSELF = ("mp.spawn(", "multiprocessing.spawn(", "start_processes(", "notebook_launcher(")
 OF_TORCHRUN = ("LOCAL_RANK", "local_rank", "local-rank", "init_process_group(", "init_device_mesh(")
 LOCAL_RANK_FLAGS = ("--local_rank", "--local-rank")  # by which torch.distributed.launch told a script its local rank
+
+WANTS_TORCHRUN = re.compile(r"environment variable \w+ expected, but not set")  # torch/distributed/rendezvous.py
 
 
 def starts_itself(arguments: Sequence[str]) -> bool:
@@ -87,3 +90,25 @@ def command(arguments: Sequence[str], ranks: int, start: str, nodes: int = 1) ->
     if start == "python" or (start == "auto" and starts_itself(arguments)):
         return list(arguments)
     return ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", *arguments]
+
+
+def run_ranks(
+    arguments: Sequence[str],
+    ranks: int,
+    start: str,
+    environment: Mapping[str, str],
+    timeout: float,
+    notes: Path,
+    output: Path | None = None,
+    nodes: int = 1,
+) -> Outcome:
+    """Run a script's ranks, see :func:`command` and :func:`common.foreign_script.run.run`.
+
+    A script that could start them itself, and then misses torchrun's variables, wants torchrun with these flags: it is run again.
+    """
+    outcome = run(command(arguments, ranks, start, nodes), environment, timeout, notes, output)
+    if start == "auto" and starts_itself(arguments) and WANTS_TORCHRUN.search(outcome.traceback):
+        for note in notes.iterdir():
+            note.unlink()
+        outcome = run(command(arguments, ranks, "torchrun", nodes), environment, timeout, notes, output)
+    return outcome

@@ -21,6 +21,8 @@ from dataloading.doctor.causes import MATTERS
 from dataloading.doctor.examine import DoctorConfig, Examined, examine, launch, require_script
 from dataloading.doctor.source import short
 
+UNLIKE = 1.5  # times as many batches/s as in the script's own run: the turns have missed its rare slow samples
+
 
 @command
 def main() -> None:
@@ -47,6 +49,13 @@ def advise(config: DoctorConfig, script: Sequence[str], examined: Examined) -> N
         if loader.share >= MATTERS and loader.line:
             tried = try_settings(run := Script(arguments, environment, loader.line, tuple(needed)), config.trials)
             print(*map(short, tried.lines), sep="\n", flush=True)
+            rate = len(loader.all("batch")) / loader.loop_s
+            if tried.now > UNLIKE * rate:
+                print(
+                    f"these turns settle nothing: they gave {tried.now:.1f} batches/s where the script's loop had {rate:.1f}, so "
+                    "what is slow there was in none of them",
+                    flush=True,
+                )
             if tried.gains:
                 check_best(run, tried, config.seconds)
 

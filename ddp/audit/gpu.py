@@ -17,7 +17,7 @@ from common.command_line.cli import command, option, parse, split_arguments
 from common.errors import UsageError
 from common.foreign_script import start
 from common.foreign_script.failure import why_failed
-from common.foreign_script.run import injected, run
+from common.foreign_script.run import injected
 from ddp.audit.audit import require_script
 from ddp.audit.launch import SYNC_BATCHNORM
 
@@ -40,8 +40,7 @@ def main() -> None:
     require_script(script)
     environment = start.environment_for("stand-in", config.ranks, script, SYNC_BATCHNORM) | injected(start.STAND_IN)
     with tempfile.TemporaryDirectory() as folder:
-        command_line = start.command(script, config.ranks, config.start)
-        outcome = run(command_line, environment, config.timeout, Path(folder), None)
+        outcome = start.run_ranks(script, config.ranks, config.start, environment, config.timeout, Path(folder))
     if outcome.status is None:
         raise UsageError(f"{' '.join(script)} did not end within {outcome.seconds:.0f} s")
     if outcome.status:

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from common.foreign_script.run import Outcome, injected
-from common.foreign_script.run import run as run_watched
-from common.foreign_script.start import STAND_IN, command, environment_for
+from common.foreign_script.start import STAND_IN, environment_for, run_ranks
 
 WATCH = Path(__file__).parent / "watch" / "__init__.py"
 SYNC_BATCHNORM = Path(__file__).parents[1] / "sync_batchnorm.py"
@@ -52,4 +51,4 @@ def run(
     }
     if batches and "OMP_NUM_THREADS" not in os.environ:
         environment["OMP_NUM_THREADS"] = str(json.loads(batches)[0])  # the cores of all ranks
-    return run_watched(command(arguments, ranks, start, nodes), environment, timeout, directory, output)
+    return run_ranks(arguments, ranks, start, environment, timeout, directory, output, nodes)

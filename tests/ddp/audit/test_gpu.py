@@ -85,6 +85,27 @@ def test_the_audit_finds_a_bug_in_a_script_for_gpus(tmp_path: Path) -> None:
     assert "2 ranks on stand-in GPUs, " in done.stdout
 
 
+BOTH_WAYS = """
+import sys
+import torch.distributed as dist
+import torch.multiprocessing as mp
+def main(rank=-1, world_size=-1):
+    dist.init_process_group("nccl", rank=rank, world_size=world_size)
+    print(dist.get_world_size(), "ranks")
+    dist.destroy_process_group()
+if __name__ == "__main__":
+    mp.spawn(main, (2,), nprocs=2) if "--spawn" in sys.argv else main()
+"""
+
+
+@pytest.mark.examples
+def test_a_script_that_could_spawn_its_ranks_and_does_not_gets_torchrun(tmp_path: Path) -> None:
+    (tmp_path / "job.py").write_text(BOTH_WAYS)
+    done = run_command("ddp.audit.gpu", "--", "job.py", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("2 ranks") == 2
+
+
 @pytest.mark.parametrize(
     ("line", "said"),
     [
