@@ -1,4 +1,6 @@
-"""torch's own DistributedDataParallel on CPUs, with one line more: gradients are averaged in shared memory, to the same bits.
+"""torch's own DistributedDataParallel on CPUs, with one line more: it averages in shared memory.
+
+On two ranks the bits are the same.
 
 torchrun --nproc_per_node=2 torch_ddp_shared_memory.py    # with the word plain at its end, without that line
 """

@@ -8,10 +8,6 @@ Each DDP is taken apart into variants that each do one thing more:
 - copies: each gradient is divided, and copied into its bucket; the optimizer reads it there.
 - sums: the all-reduce of each bucket: what a rank computes, copies and sends for it.
 
-Below them all is one copy of the gradients, from memory to memory: a step in which every byte is read and written once more.
-Copies into buckets have to do that, and so do sums in shared memory (ddp/all_reduce/shared_memory.py: each rank reads and writes as
-many bytes as it has gradients).
-
 What a part costs is the difference of two variants' processor times, round by round. It counts all threads of a rank: where a rank
 has one core, a thread in the background takes its time from the computation. What the whole wrapper takes beyond these parts is
 waiting: for the slower rank, for a thread to wake up, for the last bucket. So overlap can hide waiting, but not work.
@@ -27,18 +23,16 @@ from common.benchmarking.figures import plot_stacked
 from common.benchmarking.timing import Spread
 from common.benchmarking.turns import Times, cells, table
 from ddp.bench.comparison import Comparison
-from ddp.bench.variants import BY_HAND, COPY, FLOOR, HOOKED, NO_SUM, SHARED, VIEWS, DDPVariant
+from ddp.bench.variants import BY_HAND, FLOOR, HOOKED, NO_SUM, SHARED, VIEWS, DDPVariant
 
 HOOKS, COPIES, HOOKS_AND_COPIES, SUMS, WAITING = "hooks", "copies", "hooks and copies", "sums", "waiting"
 PARTS = (HOOKS, COPIES, HOOKS_AND_COPIES, SUMS, WAITING)
 WHOLE = "the whole"
 
-ONE_COPY = "no synchronization, one copy"
 TORCH_COPIES, HAND_HOOKS = "torch DDP, nothing sent", "handwritten, hooks alone"
 HAND_COPIES, SHARED_COPIES = "handwritten, nothing sent", "handwritten, shared memory, nothing sent"
 # Variants that are measured only to take the others apart.
 PARTIAL: Mapping[str, DDPVariant] = {
-    ONE_COPY: DDPVariant(COPY),
     TORCH_COPIES: DDPVariant("torch", hook=NO_SUM),
     HAND_HOOKS: DDPVariant("handwritten", hook=NO_SUM, copies=False),
     HAND_COPIES: DDPVariant("handwritten", hook=NO_SUM),
@@ -50,7 +44,6 @@ DDPS: Mapping[str, Mapping[str, str]] = {
     "torch, shared memory": {HOOKS_AND_COPIES: TORCH_COPIES, SUMS: HOOKED},
     "by hand, gloo": {HOOKS: HAND_HOOKS, COPIES: HAND_COPIES, SUMS: BY_HAND},
     "by hand, shared memory": {HOOKS: HAND_HOOKS, COPIES: SHARED_COPIES, SUMS: SHARED},
-    "one copy": {COPIES: ONE_COPY},
 }
 
 

@@ -32,7 +32,6 @@ ON_THE_CPU = tuple(name for name in NETWORKS if name not in LARGE)
 SAMPLES = dict.fromkeys(NETWORKS, 72) | {"resnet18": 16, "resnet50": 32}  # of a rank in a step
 AT_THE_END = "all-reduce at the end"
 NO_SUM = "no sum"
-COPY = "copy"
 
 
 def build_network(name: str) -> nn.Module:
@@ -51,8 +50,7 @@ def build_network(name: str) -> nn.Module:
 class DDPVariant:
     """A DDP wrapper with its options.
 
-    :param wrapper: ``"torch"`` for torch's DDP, ``"handwritten"``, ``"naive"``, or ``"none"`` for no synchronization; ``"copy"`` is none too,
-        and each step copies as many bytes as there are gradients
+    :param wrapper: ``"torch"`` for torch's DDP, ``"handwritten"``, ``"naive"``, or ``"none"`` for no synchronization
     :param views: whether gradients are views into the buckets
     :param hook: a communication hook of :data:`HOOKS`
     :param all_reduce: of :data:`ddp.all_reduce.ALL_REDUCES`; for the hand-written wrapper
@@ -98,16 +96,7 @@ class DDPVariant:
         labels = torch.randint(CLASSES, (SAMPLES[model],), generator=generator).to(env.device)
         wrapped = self.wrap(build_network(model).to(env.device))
         optimizer = build_optimizer("sgd", wrapped.parameters(), momentum=0.9, weight_decay=5e-4)
-        step = training_step(wrapped, optimizer, images, labels)
-        if self.wrapper != COPY:
-            return step
-        source, target = torch.ones(2, sum(parameter.numel() for parameter in wrapped.parameters()))
-
-        def step_and_copy() -> None:
-            step()
-            target.copy_(source)
-
-        return step_and_copy
+        return training_step(wrapped, optimizer, images, labels)
 
 
 def _without_copies() -> contextlib.AbstractContextManager[object]:

@@ -38,7 +38,7 @@ def main() -> None:
                     with torch.autocast(DEVICE, torch.float16):  # not around backward, which takes forward's dtypes
                         loss = cross_entropy(ddp_model(inputs[part::MICRO_STEPS]), labels[part::MICRO_STEPS])
                     scaler.scale(loss / MICRO_STEPS).backward()
-            scaler.step(optimizer)  # on an inf or nan, all ranks skip: all have the average
+            scaler.step(optimizer)  # on an inf or nan, all ranks skip
             scaler.update()
             optimizer.zero_grad()
         epoch += 1

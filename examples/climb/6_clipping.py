@@ -39,8 +39,8 @@ def main() -> None:
                         loss = cross_entropy(ddp_model(inputs[part::MICRO_STEPS]), labels[part::MICRO_STEPS])
                     scaler.scale(loss / MICRO_STEPS).backward()
             scaler.unscale_(optimizer)
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # all ranks have the same average, so the same norm
-            scaler.step(optimizer)  # on an inf or nan, all ranks skip: all have the average
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # the norm is the same on all ranks
+            scaler.step(optimizer)  # on an inf or nan, all ranks skip
             scaler.update()
             optimizer.zero_grad()
         epoch += 1

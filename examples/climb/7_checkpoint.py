@@ -31,9 +31,7 @@ def main() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.03, momentum=0.9)
     scaler = torch.amp.GradScaler(DEVICE)  # multiplies the loss, and divides the gradients again before the step
     epoch = 0
-    path = sys.argv[1]
-    saved = [torch.load(path, map_location="cpu") if os.path.exists(path) else None]
-    dist.broadcast_object_list(saved)  # rank 0's: another host may not have the file
+    dist.broadcast_object_list(saved := [torch.load(sys.argv[1], "cpu") if os.path.exists(sys.argv[1]) else None])
     if saved[0]:
         epoch, weights, momentum, scale = saved[0]
         model.load_state_dict(weights)
@@ -49,8 +47,8 @@ def main() -> None:
                         loss = cross_entropy(ddp_model(inputs[part::MICRO_STEPS]), labels[part::MICRO_STEPS])
                     scaler.scale(loss / MICRO_STEPS).backward()
             scaler.unscale_(optimizer)
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # all ranks have the same average, so the same norm
-            scaler.step(optimizer)  # on an inf or nan, all ranks skip: all have the average
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # the norm is the same on all ranks
+            scaler.step(optimizer)  # on an inf or nan, all ranks skip
             scaler.update()
             optimizer.zero_grad()
         epoch += 1
@@ -65,8 +63,8 @@ def main() -> None:
         mean_loss, accuracy = sums / len(test)
         if dist.get_rank() == 0:  # all have the same numbers
             print(f"epoch {epoch}: test loss {mean_loss:.5f}, accuracy {accuracy:.2%}")
-            torch.save((epoch, model.state_dict(), optimizer.state_dict(), scaler.state_dict()), path + ".new")
-            os.replace(path + ".new", path)  # at once: a kill at any time leaves a whole checkpoint
+            torch.save((epoch, model.state_dict(), optimizer.state_dict(), scaler.state_dict()), sys.argv[1] + ".new")
+            os.replace(sys.argv[1] + ".new", sys.argv[1])  # at once: killed at any time, it leaves a whole checkpoint
 
 
 if __name__ == "__main__":
