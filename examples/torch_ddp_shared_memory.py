@@ -1,8 +1,7 @@
 """torch's own DistributedDataParallel on CPUs, with one line more: it averages in shared memory.
 
-On two ranks the bits are the same.
-
-torchrun --nproc_per_node=2 torch_ddp_shared_memory.py    # with the word plain at its end, without that line
+On two ranks the bits are the same. Without that line: the word plain at the end.
+torchrun --nproc_per_node=2 torch_ddp_shared_memory.py
 """
 
 import statistics
@@ -11,7 +10,6 @@ import time
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -30,13 +28,13 @@ seconds = []
 for _ in range(STEPS):
     began = time.perf_counter()
     inputs = torch.randn(BATCH_SIZE, WIDTH, generator=generator)
-    loss = F.cross_entropy(model(inputs), (inputs.sum(1) > 0).long())
+    loss = nn.functional.cross_entropy(model(inputs), (inputs.sum(1) > 0).long())
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
     seconds.append(time.perf_counter() - began)
 weights = nn.utils.parameters_to_vector(model.parameters()).double().sum().item()
-milliseconds = 1e3 * statistics.median(seconds)
-print(f"rank {dist.get_rank()}: {milliseconds:.1f} ms a step, sum of the weights {weights!r}", flush=True)
+step_s = statistics.median(seconds)
+print(f"rank {dist.get_rank()}: {1e3 * step_s:.1f} ms a step, sum of the weights {weights!r}", flush=True)
 del model, loss  # with them go the group's threads: one that is still busy while Python shuts down aborts the process
 dist.destroy_process_group()

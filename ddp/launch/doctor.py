@@ -34,16 +34,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-if __name__ == "__main__" and any(argument.partition("=")[0] == "--explain" for argument in sys.argv):
-    from ddp.launch.log import explain
-
-    explain.main()  # exits, before torch is imported
-
-if __name__ == "__main__" and any(argument.partition("=")[0] == "--dumps" for argument in sys.argv):
+if __name__ == "__main__":
     from ddp.launch.dumps import explain as dumps
+    from ddp.launch.log import explain as logs
 
-    dumps.main()
-    sys.exit()
+    for flag, main_of_flag in {"--explain": logs.main, "--dumps": dumps.main}.items():
+        if any(argument.partition("=")[0] == flag for argument in sys.argv):
+            main_of_flag()
+            sys.exit()  # before torch is imported
 
 import torch
 import torch.distributed as dist

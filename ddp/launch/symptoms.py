@@ -3,17 +3,14 @@
 python -m ddp.launch.doctor --explain "RuntimeError: received 0 items of ancdata"
 
 A message that an entry quotes in its heading, or after "Also", is looked for word by word; numbers and paths in it may be others.
-If none is there, a few typed words find the entries whose heading has nearly all of them in plain words. Otherwise nothing fits: a wrong
-entry costs more than none.
+Otherwise nothing fits: a wrong entry costs more than none. A symptom without a message is looked for on the page.
 """
 
 from __future__ import annotations
 
-import math
 import re
 import sys
 import textwrap
-from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -25,37 +22,13 @@ CHECKLIST = PAGE.with_name("my_job.md")
 CONSEQUENCES = "It ended, and the log does not say why"  # the section of messages that other errors leave behind
 QUOTED = re.compile(r"`(.+?)`")
 MOST_ENTRIES = 3
-MOST_TYPED = 16  # words; a longer text is a log, which shares words with any page
-LEAST_SHARE = 0.6  # of the weight of typed words that a heading has
-COMMON_WORDS = {
-    *(
-        "the",
-        "and",
-        "for",
-        "with",
-        "from",
-        "are",
-        "not",
-        "but",
-        "when",
-        "then",
-        "than",
-        "all",
-        "each",
-        "one",
-        "its",
-        "has",
-        "have",
-    ),
-    *("this", "that", "what", "why", "how", "does", "can", "after", "before"),
-}
 
 
 @dataclass(frozen=True)
 class ExplainConfig:
     """Settings of ``ddp.launch.doctor --explain``."""
 
-    explain: str = option("", "text to look up in symptoms.md: a message, a traceback or a few words")
+    explain: str = option("", "text to look up in symptoms.md: a message or a traceback")
 
 
 class Entry(NamedTuple):
@@ -99,35 +72,14 @@ def masked(text: str) -> str:
 
 
 def matches(text: str) -> list[Entry]:
-    """The entries that fit a text, the best first. A message that other errors leave behind comes last."""
+    """The entries of which a text contains a message, the longest first. One that other errors leave behind comes last."""
     text_masked, known = masked(text), entries()
     lengths = {entry: entry.contained_in(text_masked) for entry in known}
     found = sorted(
         (entry for entry in known if lengths[entry]),
         key=lambda entry: (entry.section == CONSEQUENCES, -lengths[entry]),
     )
-    return (found or _by_words(text, known))[:MOST_ENTRIES]
-
-
-def _by_words(text: str, known: list[Entry]) -> list[Entry]:
-    """The entries whose headings have nearly all of a few typed words, outside of messages. The rarer a word, the more it counts."""
-    given, headings = _words(text), {entry: _words(QUOTED.sub("", entry.names)) for entry in known}
-    if len(given) > MOST_TYPED:
-        return []
-    counts = Counter(word for words in headings.values() for word in words)
-    weights = {word: math.log(1 + len(known) / max(1, counts[word])) for word in given}
-    shares = {
-        entry: sum(weights[word] for word in given & words) / sum(weights.values())
-        for entry, words in headings.items()
-        if len(given & words) > 1
-    }
-    return sorted((entry for entry in shares if shares[entry] >= LEAST_SHARE), key=shares.__getitem__, reverse=True)
-
-
-def _words(text: str) -> set[str]:
-    """The stems of words: their first six letters, without the s of a plural."""
-    words = re.findall(r"[a-z][a-z0-9]{2,}", text.lower().replace("_", " "))
-    return {word[:-1][:6] if word.endswith("s") else word[:6] for word in words if word not in COMMON_WORDS}
+    return found[:MOST_ENTRIES]
 
 
 def readable(entry: Entry) -> str:
@@ -145,7 +97,8 @@ def unknown() -> str:
     return (
         f"nothing fits among the {len(entries())} symptoms of {PAGE}\n"
         "Look for the first traceback: the last error of a log is seldom its cause. python -m ddp.launch.doctor --explain LOG\n"
-        f"finds it in a whole log. If the job hangs, is slow or less accurate, {CHECKLIST} has an order of questions."
+        f"finds it in a whole log. Symptoms without a message are headings of that page. If the job hangs, is slow or less accurate,\n"
+        f"{CHECKLIST} has an order of questions."
     )
 
 

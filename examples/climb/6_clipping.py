@@ -21,7 +21,7 @@ def main() -> None:
     inputs = torch.randn(10, 32)[labels] + 1.5 * torch.randn(763, 32)  # ten clusters that overlap
     data = TensorDataset(inputs.to(DEVICE), labels.to(DEVICE))  # larger data moves to the GPU batch by batch
     train, test = random_split(data, [576, 187])  # 187: two ranks cannot have equally many
-    sampler: DistributedSampler[object] = DistributedSampler(train)  # rank r takes samples r, r + ranks, ...
+    sampler = DistributedSampler[object](train)  # rank r takes samples r, r + ranks, ...
     loader = DataLoader(train, BATCH_SIZE // dist.get_world_size(), sampler=sampler)
     test_loader = DataLoader(test, BATCH_SIZE, sampler=range(dist.get_rank(), len(test), dist.get_world_size()))
     model = nn.Linear(32, 10).to(DEVICE)

@@ -7,10 +7,11 @@ a rank that left one out answers every call of the others with its next.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from ddp.launch.dumps.recorded import Collective, Recorded
+from ddp.launch.ranks import listed
 
 Calls = Mapping[int, Collective]  # of one rank in one group, by number
 DEFAULT_GROUP = "0"  # torch's name of the group of all ranks
@@ -51,13 +52,15 @@ def _of_group(name: str, dumps: Mapping[int, Recorded]) -> Finding | None:
             most, few = sorted(by_call.values(), key=len, reverse=True)[:2]
             return Finding(name, f"group {name}: {_mismatch(ranks, number, most, few)}", few, [])
     lowest = min(max(calls) for calls in ranks.values())
+    # NCCL's calls return before they are done. Where all have called the one that hangs, no rank is behind.
+    undone = [number for calls in ranks.values() for number, one in calls.items() if one.is_undone]
     behind = [] if absent else [rank for rank, calls in ranks.items() if max(calls) == lowest]
-    ahead = [
-        rank for rank in ranks if rank not in behind
-    ]  # they may have called several: calls can return before they are done
-    if not ahead:
+    ahead = [rank for rank in ranks if rank not in behind]
+    if not ahead or (undone and min(undone) <= lowest and not absent):
         return None
-    parts = [f"{listed(ahead)} called {ranks[ahead[0]][lowest if absent else lowest + 1]}"]
+    # A dump has only the latest calls.
+    further = min(number for number in ranks[ahead[0]] if absent or number > lowest)
+    parts = [f"{listed(ahead)} called {ranks[ahead[0]][further]}"]
     parts += [f"rank {rank} did not: its last there is {ranks[rank][lowest]}" for rank in behind]
     parts += [f"rank {rank} called none" for rank in absent]
     return Finding(name, f"group {name}: {'; '.join(parts)}{_left_out(ranks)}", behind + absent, ahead)
@@ -101,9 +104,3 @@ def _explained(usual: Calls, strange: Calls, number: int, few: list[int], key: C
     if shifted(usual, strange):
         return f": {listed(few)} skipped {usual[number]}"
     return f": {listed(few)} called it in addition" if shifted(strange, usual) else ""
-
-
-def listed(ranks: Iterable[int]) -> str:
-    """``rank 3``, or ``ranks 0, 1 and 2``"""
-    *first, last = map(str, sorted(ranks))
-    return f"ranks {', '.join(first)} and {last}" if first else f"rank {last}"

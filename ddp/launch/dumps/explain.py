@@ -8,18 +8,18 @@ gloo), or stacks (of faulthandler, ``py-spy dump``, or the logs of our own train
 
 from __future__ import annotations
 
-import re
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from common.command_line.cli import command, option, parse
 from common.errors import UsageError
-from ddp.launch.dumps.compare import findings, listed
+from ddp.launch.dumps.compare import findings
 from ddp.launch.dumps.recorded import Recorded, read_dump
 from ddp.launch.dumps.stacks import main_threads
+from ddp.launch.ranks import listed, ranks_of
 
-RANK = re.compile(r"rank[ _-]?(\d+)|(\d+)(?=\D*$)", re.IGNORECASE)
 DUMPS = ("", ".json", ".pickle", ".pkl")  # suffixes; torch gives none
 
 
@@ -31,7 +31,7 @@ class DumpsConfig:
 
 
 @dataclass
-class Left:
+class HangArtifacts:
     """The dumps and stacks of the ranks."""
 
     dumps: dict[int, Recorded] = field(default_factory=dict)
@@ -45,27 +45,40 @@ class Left:
         return sorted(known - self.dumps.keys())
 
 
-def gathered(folder: Path) -> Left:
+def gathered(folder: Path) -> HangArtifacts:
     """Everything in a folder; if several attempts wrote dumps, only those of the last."""
-    left, dumps = Left(), []
-    for path in sorted(folder.rglob("*")):
-        found = RANK.search(path.name)
-        if found and path.is_file():
-            rank = int(found[1] or found[2])
-            if stacks := main_threads(path.read_text(errors="replace")):
-                left.stacks[rank] = stacks[-1]
-            elif path.suffix in DUMPS:
-                dumps.append((path.stat().st_mtime, rank, path))
-    for _, rank, path in sorted(dumps):
-        if path.parent == max(dumps)[2].parent:
+    left = HangArtifacts()
+    dumps = defaultdict(list)  # by folder
+    for path, rank in ranks_of(sorted(path for path in folder.rglob("*") if path.is_file())).items():
+        if rank is None:
+            continue
+        if stacks := [] if _is_dump(path) else main_threads(path.read_text(errors="replace")):
+            left.stacks[rank] = stacks[-1]
+        elif path.suffix in DUMPS:
+            dumps[path.parent].append((path.stat().st_mtime, rank, path))
+    # Folders of several nodes have different ranks. One that has a rank of a newer folder is of an earlier attempt.
+    taken: set[int] = set()
+    for files in sorted(dumps.values(), key=max, reverse=True):
+        ranks = {rank for _, rank, _ in files}
+        if taken & ranks:
+            continue
+        taken |= ranks
+        for _, rank, path in sorted(files):
             try:
                 left.dumps[rank] = read_dump(path)
             except ValueError as error:
                 left.unread.append(f"{path}: {error}")
+    left.dumps = dict(sorted(left.dumps.items()))
     return left
 
 
-def report(left: Left) -> Iterator[str]:
+def _is_dump(path: Path) -> bool:
+    """Whether a file begins as a pickle or as JSON, so that it need not be read as text."""
+    with path.open("rb") as stream:
+        return stream.read(1) in (b"\x80", b"{")
+
+
+def report(left: HangArtifacts) -> Iterator[str]:
     """The lines of the verdict."""
     yield "read " + " and ".join(
         f"{kind} of {listed(ranks)}" for kind, ranks in (("dumps", left.dumps), ("stacks", left.stacks)) if ranks
@@ -75,9 +88,12 @@ def report(left: Left) -> Iterator[str]:
         yield f"{listed(left.silent)} wrote no dump: dead, stopped or cut off when the others wrote theirs. Read its log first"
     found = findings(left.dumps)
     yield from (finding.text for finding in found)
-    if left.dumps and not found and not left.silent:
-        last = [f", up to {dump.collectives[-1]}" for dump in left.dumps.values() if dump.collectives][:1]
-        yield f"all ranks called the same collectives{''.join(last)}: no rank is behind, so the operation itself hangs or is slow"
+    calls = [call for dump in left.dumps.values() for call in dump.collectives]
+    if left.dumps and not calls:
+        yield "no collectives in the dumps; send and recv are not compared"
+    elif left.dumps and not found and not left.silent:
+        last = next((call for call in calls if call.is_undone), calls[-1])
+        yield f"all ranks called the same collectives, up to {last}: no rank is behind, so the operation itself hangs or is slow"
         yield "look at the link and the GPU: python -m ddp.launch.doctor measures links, and NCCL_DEBUG=INFO names them"
     for place in sorted(set(left.stacks.values())):
         yield f"{listed(rank for rank in left.stacks if left.stacks[rank] == place)} now at {place}"

@@ -15,7 +15,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-from ddp.launch.dumps.stacks import Frame, users_frame
+from ddp.launch.dumps.stacks import users_frame
+from ddp.launch.frames import Frame
 
 UNEQUAL_SIZES = (
     "all_to_all",
@@ -35,9 +36,10 @@ class Collective(NamedTuple):
     sizes: tuple[str, ...]  # of what goes in, and what comes out
     dtypes: tuple[str, ...]
     frame: Frame | None  # of the user's code
+    is_undone: bool  # known of NCCL alone
 
     def __str__(self) -> str:
-        return f"{self.name} {self.number}" + (f", {self.frame}" if self.frame else "")
+        return f"{self.name} {self.number}" + (f", {self.frame.short}" if self.frame else "")
 
     @property
     def call(self) -> tuple[object, ...]:
@@ -82,7 +84,7 @@ def _parsed(raw: dict[str, Any]) -> Recorded:
 
 
 def _collective(entry: dict[str, Any]) -> Collective:
-    name = entry["profiling_name"].rpartition(":")[2]
+    backend, _, name = entry["profiling_name"].rpartition(":")
     sizes = [] if name in UNEQUAL_SIZES else [*entry["input_sizes"], "->", *entry["output_sizes"]]
     frames = [Frame(one["filename"], int(one["line"]), one["name"]) for one in entry.get("frames", ())]
     dtypes = (*entry["input_dtypes"], *entry["output_dtypes"])
@@ -93,4 +95,5 @@ def _collective(entry: dict[str, Any]) -> Collective:
         tuple(map(str, sizes)),
         dtypes,
         users_frame(frames),
+        backend == "nccl" and entry.get("state") in ("scheduled", "started"),
     )

@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Generator
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
+from ddp.launch.frames import FAULTHANDLER, Frame
 from ddp.launch.log.lines import Line
+from ddp.launch.log.watchdog import RANK
 
 HEADER = "Traceback (most recent call last)"
 FRAME = re.compile(
@@ -17,13 +18,12 @@ FRAME = re.compile(
 EXCEPTION = re.compile(r"\s*(?P<kind>(?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*)(?:: ?(?P<message>.*)|\s*$)")
 EXCEPTION_NAME = re.compile(r"(?:Error|Exception|Exit|Interrupt|Iteration|Empty|Expired)$|Exception")
 FATAL = re.compile(r"Fatal Python error: (?P<message>.+)")
-UNCAUGHT = re.compile(r"^\s*what\(\): +(?P<message>.+)")  # of an exception in C++
+# An exception in C++.
+UNCAUGHT = re.compile(r"(?:^\s*what\(\): +(?:.*with exception: )?|thread terminated with exception: )(?P<message>.+)")
 THREAD = re.compile(r"Exception in thread (?P<name>\S+)")
 SPAWNED = re.compile(r"-- Process (?P<rank>\d+) terminated with the following error")
+SPAWN = re.compile(r"torch[/\\]multiprocessing[/\\]spawn\.py$")
 IGNORED = re.compile(r"Exception ignored |Traceback .*ignored")
-LIBRARY = re.compile(
-    r"(?:site|dist)-packages|[/\\]lib(?:64)?[/\\]python\d|[/\\]Lib[/\\]|^<|bin[/\\](?:torchrun|accelerate|deepspeed)"
-)
 AGENT = re.compile(r"torch[/\\]distributed[/\\](?:run|launcher|elastic|launch)\b(?!.*errors)|bin[/\\]torchrun")
 LINKS = {
     "Original Traceback": "worker",
@@ -55,15 +55,6 @@ CONSEQUENCES = {
 REASONS = [(re.compile(pattern), reason) for pattern, reason in CONSEQUENCES.items()]
 
 
-class Frame(NamedTuple):
-    file: str
-    line: int
-    function: str
-
-    def __str__(self) -> str:
-        return f"{self.file}:{self.line}" + (f" in {self.function}" if self.function else "")
-
-
 @dataclass
 class Error:
     """An exception, or the end of an interpreter by a signal, with its frames from the outermost on."""
@@ -74,6 +65,7 @@ class Error:
     message: str = ""
     frames: list[Frame] = field(default_factory=list)
     origin: str = ""  # "ignored", the name of a thread that it ended, or "worker" for a worker of a DataLoader
+    handled: str = ""  # the one that was being handled when it was raised
     became: str = ""  # the exception that the user's code made of it
     last: int = 0  # the number of its last line, also if it comes again
 
@@ -83,7 +75,7 @@ class Error:
     @property
     def place(self) -> Frame | None:
         """The last line in the user's own code; without one, the last line."""
-        own = [frame for frame in self.frames if not LIBRARY.search(frame.file)]
+        own = [frame for frame in self.frames if not frame.is_library]
         return next(reversed(own or self.frames), None)
 
     @property
@@ -99,6 +91,8 @@ class Error:
     @property
     def consequence(self) -> str:
         """The reason why this error only follows another one, if it does."""
+        if self.frames and self.frames[-1].function == "join" and SPAWN.search(self.frames[-1].file):
+            return SUMMARY
         return next((reason for pattern, reason in REASONS if pattern.search(str(self))), "")
 
     @property
@@ -140,6 +134,8 @@ class Tracebacks:
                 line = yield from _innermost_first(error)
             elif uncaught := UNCAUGHT.search(line.text):
                 error.kind, error.message = "C++ exception", uncaught["message"]
+                if error.rank is None and (named := RANK.search(line.text)):
+                    error.rank = int(named[1])
                 self._keep(error, None, "")
             elif HEADER in line.text or FRAME.search(line.text):
                 line, end = yield from _frames(error, line)
@@ -176,6 +172,7 @@ class Tracebacks:
             return before
         if before is not None and link:
             self.errors.pop(before.key, None)
+            error.handled = f"{before} (at {before.place})" if link == "context" else ""
         known = self.errors.setdefault(error.key, error)
         known.last = error.last
         if len(self.errors) > MOST_ERRORS:
@@ -226,15 +223,16 @@ def _innermost_first(error: Error) -> Generator[bool, Line, Line]:
         line = yield True
         if "most recent call first" in line.text:
             current = "Current" in line.text
-        elif (frame := FRAME.search(line.text)) and current:
-            error.frames.insert(0, _frame(frame))
-        elif error.frames and line.text.strip() and not frame:
+        elif frame := FAULTHANDLER.search(line.text):
+            if current:
+                error.frames.insert(0, Frame(frame["file"], int(frame["line"]), frame["function"]))
+        elif error.frames and line.text.strip():
             return line
 
 
 def _own_frames(error: Error, other: Error) -> list[Frame]:
     """The frames of an error, or those of the other one if it has none in the user's code."""
-    return other.frames if all(LIBRARY.search(frame.file) for frame in error.frames) else error.frames
+    return other.frames if all(frame.is_library for frame in error.frames) else error.frames
 
 
 def _indent(text: str) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,8 @@ from common.errors import UsageError
 from ddp.launch.log import watchdog
 from ddp.launch.log.errors import SPAWNED, Error, Tracebacks
 from ddp.launch.log.exit_codes import code_of
-from ddp.launch.log.lines import MOST_RANKS, Line, files_of, read
+from ddp.launch.log.lines import Line, files_of, read
+from ddp.launch.ranks import MOST_RANKS
 
 FACTS = {
     "rank": r"^\s*rank\s*: (?P<rank>\d+) \(local_rank: \d+\)",  # torchrun's report, as the next two
@@ -24,13 +25,15 @@ FACTS = {
     "forced": r"forcefully exiting via|via Signals\.SIGKILL",
     "tasks": r"srun: error: \S+: tasks? (?P<tasks>[\d,-]+): (?P<words>.*)",
     "spawned": r"process (?P<rank>\d+) terminated with (?P<words>(?:signal|exit code) \w+)",
-    "memory": r"[Oo]ut of memory: Killed process|[Oo][Oo][Mm][-_ ][Kk]ill|Out Of Memory",
+    "memory": r"[Oo]ut of memory: Killed process|OOMKilled|[Oo][Oo][Mm][-_ ][Kk]ill|Out Of Memory",
     "scheduler": r"(?:CANCELLED|STEPD?|JOB) .*DUE TO (?P<words>[A-Z ]+)",
+    "cancelled": r"(?:STEP|JOB) .*CANCELLED AT (?!.*DUE TO)",
     "abort": r"(?:free\(\): invalid|double free or|"
     r"malloc\(\): |munmap_chunk|corrupted (?:size|double)|Assertion [`'].*failed)",
     "usage": r"^\S*(?:\.py|torchrun|accelerate|deepspeed)\S*: error: (?P<words>.+)|"
     r"(?P<start>can't open file .+|: No module named .+|execve\(\): .+)",
-    "shell": r"(?P<words>Segmentation fault|Bus error|Aborted|Killed|Terminated)(?: *\(core dumped\)|\s*$|\s{3,})",
+    "shell": r"(?P<words>exits with return code = -?\d+|"  # DeepSpeed's launcher
+    r"(?<!: )(?:Segmentation fault|Bus error|Aborted|Killed|Terminated)(?= *\(core dumped\)|\s*$|\s{3,}))",
     "world": r"world.?size['\"]?[ =:]+(?P<world>\d+)|MEMBER: \d+/(?P<members>\d+)|\brank:? (?P<rank>\d+)(?: of |/)(?P<of>\d+)",
     "outside": r"Received (?P<number>\d+) death signal",  # by torchrun
 }
@@ -56,6 +59,7 @@ OOM
 f memory
 f Memory
 DUE TO
+CANCELLED
 corrupted
 double free
 Assertion
@@ -68,6 +72,7 @@ Terminated
 orld
 MEMBER
 death signal
+return code
 rank
 """.splitlines()
 LINES_AT_ONCE = 500
@@ -81,7 +86,8 @@ class Evidence:
         self.tracebacks = Tracebacks()
         self.watchdogs = watchdog.Watchdogs()
         self.facts: defaultdict[str, list[tuple[Line, re.Match[str]]]] = defaultdict(list)
-        self.ranks: set[int] = set()
+        self._lines_of: Counter[tuple[int, bool]] = Counter()  # by rank, and whether it is a bare number
+        self._in_world: set[int] = set()
         self.ends: dict[str, int] = {}  # by file, its last line
         self.lines = self.files = 0
         self._in_report: int | None = None  # the rank of whose failure a launcher's report tells
@@ -91,10 +97,10 @@ class Evidence:
         for some in iter(lambda: list(itertools.islice(lines, LINES_AT_ONCE)), []):
             self.lines += len(some)
             self.ends[some[-1].file] = some[-1].number
-            self.ranks |= {line.rank for line in some if line.rank is not None}
-            if self._is_open() or _tells("\n".join(line.text for line in some)):
+            self._lines_of.update((line.rank, line.is_bare) for line in some if line.rank is not None)
+            if self._is_open() or has_keyword("\n".join(line.text for line in some)):
                 for line in some:
-                    if self._is_open() or _tells(line.text):
+                    if self._is_open() or has_keyword(line.text):
                         self._take(line)
         self._in_report = None
         self.files += 1
@@ -121,7 +127,12 @@ class Evidence:
     def _note_world(self, found: re.Match[str]) -> None:
         size = int(found["world"] or found["members"] or found["of"])
         if 1 <= size <= MOST_RANKS:
-            self.ranks |= {*range(size)}
+            self._in_world |= {*range(size)}
+
+    @property
+    def ranks(self) -> set[int]:
+        """All that the log names. A bare number before a colon counts if it comes on two lines."""
+        return self._in_world | {rank for (rank, bare), lines in self._lines_of.items() if not bare or lines > 1}
 
     @property
     def errors(self) -> list[Error]:
@@ -133,9 +144,11 @@ class Evidence:
         facts = self.facts
         report = zip(facts["rank"], facts["code"], strict=False)
         pairs: list[tuple[Any, Any]] = [(rank["rank"], code["code"]) for (_, rank), (_, code) in report][::-1]
-        pairs += [(found["rank"], found["code"]) for _, found in facts["failed"]]
-        for _, found in facts["tasks"]:
-            pairs += [(task, code_of(found["words"])) for task in _numbers(found["tasks"])]
+        # Without the report, there are local ranks at best, and srun's tasks are ranks only without torchrun.
+        pairs = pairs or [(found["rank"], found["code"]) for _, found in facts["failed"]]
+        if not pairs and not facts["ended"]:
+            for _, found in facts["tasks"]:
+                pairs += [(task, code_of(found["words"])) for task in _numbers(found["tasks"])]
         pairs += [(found["rank"], code_of(found["words"])) for _, found in facts["spawned"]]
         codes: dict[int, int] = {}
         for rank, code in pairs:
@@ -169,5 +182,5 @@ def _numbers(text: str) -> list[int]:
     return [number for pair in ends for number in range(pair[0], pair[-1] + 1)]
 
 
-def _tells(text: str) -> bool:
+def has_keyword(text: str) -> bool:
     return any(map(text.__contains__, WORDS))

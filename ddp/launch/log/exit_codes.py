@@ -58,7 +58,7 @@ def described(code: int) -> str:
 
 
 def code_of(words: str) -> int | None:
-    """The exit code that a line of srun or of a shell tells."""
-    if found := re.search(r"exit(?:ed with exit)? code (\d+)", words, re.I):
+    """The exit code that a line of srun, a shell or DeepSpeed tells."""
+    if found := re.search(r"(?:exit|return) code (?:= )?(-?\d+)", words, re.I):
         return int(found[1])
     return next((-number for word, number in SHELL_WORDS.items() if word in words.lower()), None)

@@ -23,7 +23,7 @@ from ddp.launch.log.evidence import Evidence, gathered
 from ddp.launch.log.judge import consequences, judge
 from ddp.launch.log.lines import STANDARD_INPUT
 from ddp.launch.log.verdict import Verdict
-from ddp.launch.log.watchdog import listed
+from ddp.launch.ranks import listed
 
 MOST_LINES = 8  # of a kind
 
@@ -32,11 +32,11 @@ MOST_LINES = 8  # of a kind
 def main() -> None:
     """Explain a log if the arguments are paths, or a message."""
     paths = [argument.removeprefix("--explain=") for argument in sys.argv[1:] if argument != "--explain"]
-    first = paths[0] if paths else ""
-    if paths and all(path == str(STANDARD_INPUT) or os.path.exists(path) for path in paths):
+    missing = [path for path in paths if path != str(STANDARD_INPUT) and not os.path.exists(path)]
+    if paths and not missing:
         explain_log([Path(path) for path in paths])
-    elif re.fullmatch(r"\S+\.(?:log|out|err|txt)", first):
-        raise UsageError(f"--explain {first}: there is no such file")
+    elif files := [path for path in missing if re.fullmatch(r"\S+(?:\.(?:log|out|err|txt)|/)", path)]:
+        raise UsageError(f"--explain {files[0]}: there is no such file")
     else:
         symptoms.main()
 

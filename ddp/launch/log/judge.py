@@ -7,14 +7,15 @@ that waited for others; and exit codes alone, which say that the cause is not in
 from __future__ import annotations
 
 import re
+import signal
 from collections.abc import Callable
 from dataclasses import replace
 
 from ddp.launch.log.errors import DISAGREE, LOST, STOPPED, SUMMARY, WAITED, Error
 from ddp.launch.log.evidence import Evidence
-from ddp.launch.log.exit_codes import described, signal_of
+from ddp.launch.log.exit_codes import code_of, described, signal_of
 from ddp.launch.log.verdict import BLOCKING, DETAIL, FAULTHANDLER, LOGS, RECORD, RECORDER, STACKS, Verdict
-from ddp.launch.log.watchdog import listed
+from ddp.launch.ranks import listed
 
 SAME_END = 100  # lines: errors without ranks that are nearer belong to the same end of a job
 LONGEST_CAUSE = 500
@@ -44,14 +45,14 @@ def judge(evidence: Evidence) -> Verdict | None:
 
 def consequences(evidence: Evidence) -> list[str]:
     """A line for each error and exit code that only follows from the first failure."""
-    lines = [f"{_said(error)}: {error.consequence}" for error in evidence.errors if error.consequence]
+    lines = [f"{described_error(error)}: {error.consequence}" for error in evidence.errors if error.consequence]
     codes = evidence.codes.items()
     return lines + [
         f"rank {rank}, exit code {code}: {why}" for rank, code in codes if (why := _reason(evidence, rank, code))
     ]
 
 
-def _said(error: Error) -> str:
+def described_error(error: Error) -> str:
     who = "" if error.rank is None else f"rank {error.rank}, "
     return f"{who}{error}"[:200] + (f" (at {error.place})" if error.place and not error.of_agent else "")
 
@@ -121,6 +122,9 @@ def _exception(evidence: Evidence) -> Verdict | None:
         return None
     one_file = len({error.file for error in found}) == 1
     first = min(found, key=lambda error: (error.last if one_file else error.rank != root, error.last))
+    outside = evidence.facts["scheduler"] or evidence.facts["outside"]
+    if outside and not _failed(evidence) and evidence.ends[first.file] - first.last > SAME_END:
+        return None  # the job went on after it
     alike = [error for error in found if (error.kind, error.place) == (first.kind, first.place)]
     ranks = {error.rank for error in alike if error.rank is not None}
     failed = {*_own_signals(evidence)} if first.by_signal else _failed(evidence)
@@ -129,14 +133,18 @@ def _exception(evidence: Evidence) -> Verdict | None:
     notes = {"": [], "worker": ["from a worker process of its DataLoader"]}.get(
         first.origin, [f"in {first.origin}, a thread that ended: the rank went on without it"]
     )
+    notes += [f"raised while {first.handled} was handled"] * bool(first.handled)
     notes += [f"it became {first.became}"] * bool(first.became)
-    notes += [f"after it, or independent of it: {_said(error)}" for error in found if error not in alike]
+    notes += [f"after it, or independent of it: {described_error(error)}" for error in found if error not in alike]
+    notes += [f"in {first.file}"] * (len(evidence.ends) > 1)
+    asynchronous = ASYNCHRONOUS.search(first.message)
+    notes += [line.text.strip() for line, _ in evidence.facts["abort"][:1] if asynchronous]
     if memory := CUDA_MEMORY.search(first.message):
         notes.append(f"it asked for {memory['asked']} where {memory['free']} of the GPU's {memory['all']} were free")
-    advice = (LOGS,) * (not ranks) + (BLOCKING,) * bool(ASYNCHRONOUS.search(first.message))
+    advice = (LOGS,) * (not ranks) + (BLOCKING,) * bool(asynchronous)
     # An error after which the rank went on may have been handled, and a job that was ended from outside may have had none.
     ended = evidence.codes or _lost(evidence) or evidence.ends[first.file] - first.last < SAME_END
-    outside = evidence.facts["scheduler"] or evidence.facts["outside"]
+    notes += [line.text.strip() for line, _ in outside[:1]]
     certain = bool(ends and ended and not outside) and (one_file or len(alike) == len(found))
     return Verdict(str(first), tuple(sorted(ranks)), first.place, certain, tuple(notes), advice)
 
@@ -158,6 +166,8 @@ def _signal(evidence: Evidence) -> Verdict | None:
     own, facts = _own_signals(evidence), evidence.facts
     for code in own.values():
         name = signal_of(code)
+        if name == "SIGTERM" and facts["cancelled"]:
+            return _cancelled(evidence)
         ranks = tuple(sorted(rank for rank in own if own[rank] == code))
         known = {"SIGKILL": facts["memory"], "SIGABRT": facts["abort"]}.get(name, [])
         cause = (
@@ -173,8 +183,16 @@ def _signal(evidence: Evidence) -> Verdict | None:
     return None
 
 
+def _cancelled(evidence: Evidence) -> Verdict | None:
+    """SLURM's word that it ended the step, without the reason."""
+    for line, _ in evidence.facts["cancelled"]:
+        cause = "the step was cancelled: by scancel, or by srun after a task ended"
+        return Verdict(cause, certain=False, notes=(line.text.strip(),), message="exitcode: -15")
+    return None
+
+
 def _watchdog(evidence: Evidence) -> Verdict | None:
-    judged = evidence.watchdogs.judge(evidence.ranks)
+    judged = evidence.watchdogs.judge(range(max(evidence.ranks, default=-1) + 1))
     if judged is None:
         return None
     verdict = Verdict(judged.cause, tuple(sorted(judged.ranks)), certain=judged.certain, advice=(RECORDER, STACKS))
@@ -222,7 +240,7 @@ def _waiting(evidence: Evidence) -> Verdict | None:
         cause = f"{absent} ended without an error of its own while {present} waited: it left a loop sooner, returned, or called sys.exit(0)"
     certain = first.consequence in (DISAGREE, STOPPED)
     return Verdict(
-        cause, tuple(sorted(missing)), place, certain, tuple(map(_said, errors)), (DETAIL, STACKS), str(first)
+        cause, tuple(sorted(missing)), place, certain, tuple(map(described_error, errors)), (DETAIL, STACKS), str(first)
     )
 
 
@@ -244,6 +262,12 @@ def _rest(evidence: Evidence) -> Verdict | None:
         return Verdict(
             cause, (rank,), None, False, advice=(RECORD, LOGS), message="ChildFailedError exitcode error_file"
         )
-    for line, _ in facts["shell"][:1]:
-        return Verdict(line.text.strip()[:LONGEST_CAUSE], (), None, False, advice=(FAULTHANDLER,))
-    return None
+    ends = [(line, end) for line, found in facts["shell"][:1] if (end := code_of(found["words"])) is not None]
+    if facts["memory"] and all(end == -signal.SIGKILL for _, end in ends):
+        notes = tuple(line.text.strip() for line, _ in facts["memory"][:2])
+        return Verdict("memory ran out, and a process was killed", notes=notes, message="exitcode: -9")
+    for line, code in ends:
+        advice = (LOGS,) if signal_of(code) in ("", "SIGKILL", "SIGTERM") else (FAULTHANDLER,)
+        note = line.text.strip()[:LONGEST_CAUSE]
+        return Verdict(described(code), (), None, False, (note,), advice, f"exitcode: {code}")
+    return _cancelled(evidence)

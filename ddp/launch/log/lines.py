@@ -7,14 +7,15 @@ import io
 import json
 import re
 import sys
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, NamedTuple
 
 from common.errors import UsageError
+from ddp.launch.ranks import ranks_of
 
 STANDARD_INPUT = Path("-")
+CONTROL = re.compile(rb"[\0-\7\x0e-\x1a\x1c-\x1f]")  # a tenth of compressed data
 HEAD_BYTES, LONGEST_LINE = 4096, 2**16  # the rest of a longer line counts as a line of its own
 
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07]*\x07?")
@@ -24,17 +25,18 @@ PREFIX = re.compile(
     r"| {0,3}(\d{1,4}): (?=\S|  |$)"  # srun --label
     r"|\[\d+,(\d+)\]<std\w+>: ?"  # mpirun --tag-output
     r"|\((?:\w+ )?pid=\d+[^)]*\) ?"  # Ray
+    r"|[a-z][\w.]*-[\w.-]*\d: (?=\S|  |$)|\[pod/[^]]+\] "  # hosts, as pdsh and pods have them
     r"|[\w.-]* ?\[std(?:err|out)\] ?|std(?:err|out): |[0-9a-f]{8} \|\| "  # milabench, Accelerate, Determined
     r"|\[?\d{4}-\d\d-\d\d[T_ ]\d\d:\d\d:\d\d[^\s\]]*\]? ?|\[?\d\d:\d\d:\d\d(?:[.,]\d+)?\]? "  # timestamps
 )
+BARE = 3  # the group of PREFIX for srun --label
 STARTS_PREFIX = frozenset("[( 0123456789abcdefghijklmnopqrstuvwxyz")
 # A progress bar, or the words of another rank, may have no end of line.
 BEGINS = re.compile(
     r"(?<=.)(?=\[rank\d+\]:|\[default\d+\]:\S)"
     r"|(?<=[^\s:─+|])(?<!Original)(?<!Group)(?=\s*Traceback \(most recent call last\):)"
 )
-MOST_RANKS = 4096  # larger numbers in names of files are of jobs
-RANK_OF_FILE = re.compile(r"(?:rank|task|proc|attempt_\d+/)[-_.]?(\d+)")
+ATTEMPT = re.compile(r"(.*[/\\]attempt_)(\d+)[/\\]")
 
 
 class Line(NamedTuple):
@@ -42,24 +44,18 @@ class Line(NamedTuple):
     text: str
     number: int  # from 1
     file: str
+    is_bare: bool = False  # if its rank is but a number before a colon, which may count something else
 
 
 def files_of(paths: Sequence[Path]) -> dict[Path, int | None]:
-    """The files of a log, those of folders too, with the rank of each: files whose names differ in one number have it from there."""
+    """The files of a log, those of folders too, with the rank of each."""
     files: list[Path] = []
     for path in paths:
         files += sorted(one for one in path.rglob("*") if one.is_file()) if path.is_dir() else [path]
-    alike = defaultdict(list)
-    for file in files:
-        alike[re.sub(r"\d+", "#", str(file))].append(file)
-    ranks: dict[Path, int | None] = {}
-    for group in alike.values():
-        numbers = list(zip(*(map(int, re.findall(r"\d+", str(file))) for file in group), strict=True))
-        differing = [column for column in numbers if len(set(column)) > 1 and max(column) < MOST_RANKS]
-        for place, file in enumerate(group):
-            named = RANK_OF_FILE.search(file.as_posix())
-            ranks[file] = differing[-1][place] if differing else int(named[1]) if named else None
-    return ranks
+    # torchrun has a folder for each start of the ranks. The last one ended the job.
+    attempts = {file: (found[1], int(found[2])) for file in files if (found := ATTEMPT.match(str(file)))}
+    last = dict(sorted(attempts.values()))
+    return ranks_of([file for file in files if file not in attempts or attempts[file][1] == last[attempts[file][0]]])
 
 
 def read(path: Path, rank: int | None) -> Iterator[Line]:
@@ -73,7 +69,7 @@ def read(path: Path, rank: int | None) -> Iterator[Line]:
         head = stream.peek(HEAD_BYTES)[:HEAD_BYTES]
         wide = head[:2] in (b"\xff\xfe", b"\xfe\xff")  # PowerShell's
         # torch itself ends a message with a zero byte.
-        if not head or (20 * head.count(b"\0") > len(head) and not wide):
+        if not head or (50 * len(CONTROL.findall(head)) > len(head) and not wide):
             raise UsageError(f"{name} is {'binary' if head else 'empty'}, and no log: {len(head)} bytes were read")
         text: IO[str]
         if path.name == "error.json":
@@ -95,15 +91,16 @@ def _callstack(content: bytes) -> str:
         return ""
 
 
-def _split(text: str, rank: int | None, number: int, file: str) -> list[Line]:
+def _split(text: str, rank: int | None, number: int, file: str, is_bare: bool = False) -> list[Line]:
     """The lines that are in one: without prefixes, and with the rank that these name."""
     if "\x1b" in text:
         text = ESCAPES.sub("", text)
     while text[:1] in STARTS_PREFIX and (prefix := PREFIX.match(text)):
         named = next(filter(None, prefix.groups()), None)
-        rank = rank if named is None else int(named)
+        if named is not None:
+            rank, is_bare = int(named), prefix.lastindex == BARE
         text = text[prefix.end() :]
     if ("[" in text or "Traceback" in text) and (begin := BEGINS.search(text)):
         cut = begin.start()
-        return [Line(rank, text[:cut], number, file), *_split(text[cut:], rank, number, file)]
-    return [Line(rank, text, number, file)]
+        return [Line(rank, text[:cut], number, file, is_bare), *_split(text[cut:], rank, number, file, is_bare)]
+    return [Line(rank, text, number, file, is_bare)]

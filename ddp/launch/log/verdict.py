@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ddp.launch.log.errors import Frame
-from ddp.launch.log.watchdog import listed
+from ddp.launch.frames import Frame
+from ddp.launch.ranks import listed
 
 RECORD = "put @torch.distributed.elastic.multiprocessing.errors.record over main(), so that torchrun's report has the traceback"
 LOGS = "start with torchrun --log-dir logs --tee 3, and give doctor --explain that folder: each rank has its own file there"

@@ -10,6 +10,8 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
+from ddp.launch.ranks import listed
+
 WORK = re.compile(
     r"Watchdog caught collective operation timeout:\s*WorkNCCL\((?:SeqNum=(?P<number>\d+), )?OpType=(?P<operation>\w+)"
     r"(?:, (?P<sizes>NumelIn=\d+, NumelOut=\d+))?, Timeout"
@@ -17,10 +19,12 @@ WORK = re.compile(
 STATUS = re.compile(
     r"last enqueued (?:NCCL )?work: (?P<enqueued>-?\d+).*last completed (?:NCCL )?work: (?P<completed>-?\d+)", re.I
 )
+DOWN = re.compile(r"taking the entire process down|Some NCCL operations have failed")
 STUCK = re.compile(r"watchdog got stuck for \d+ seconds")
 GROUP, RANK = re.compile(r"\[PG (?:ID )?(\w+)"), re.compile(r"Rank (\d+)\]")
 LATE = re.compile(r"\[(?P<ranks>[\d, ]+)\] (?:are the lagging ranks|finished collective #)")  # torch's own report
-ALIKE_ON_ALL_RANKS = ("ALLREDUCE", "BROADCAST", "REDUCE", "_ALLGATHER_BASE", "_REDUCE_SCATTER_BASE")
+SAME_SIZE_ON_ALL_RANKS = ("ALLREDUCE", "BROADCAST", "REDUCE", "_ALLGATHER_BASE", "_REDUCE_SCATTER_BASE")
+SAME_OUTPUT_ON_ALL_RANKS = ("ALLGATHER", "COALESCED")  # as a rule
 
 
 class Call(NamedTuple):
@@ -42,16 +46,13 @@ class Judgement(NamedTuple):
     certain: bool
 
 
-def listed(ranks: Collection[int]) -> str:
-    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, sorted(ranks)))
-
-
 class Watchdogs:
     """All that the watchdogs of a job have said.
 
     :ivar calls: by rank, the call in which it waited
     :ivar status: by rank, the numbers of the last call that was enqueued, and of the last that was completed
     :ivar stuck: ranks whose watchdog itself has hung
+    :ivar down: ranks that ended since they had waited
     :ivar late: ranks that torch's own report calls so
     """
 
@@ -59,6 +60,7 @@ class Watchdogs:
         self.calls: dict[int, Call] = {}
         self.status: dict[int, tuple[int, int]] = {}
         self.stuck: set[int] = set()
+        self.down: set[int] = set()
         self.late: set[int] = set()
         self._groups: set[str] = set()
         self._cut: tuple[str, int | None] = "", None
@@ -81,6 +83,8 @@ class Watchdogs:
         elif status := STATUS.search(text):
             self.status.setdefault(who, (int(status["enqueued"]), int(status["completed"])))
             self._groups |= {*GROUP.findall(text)}
+        elif DOWN.search(text):
+            self.down.add(who)
         elif STUCK.search(text):
             self.stuck.add(who)
 
@@ -120,9 +124,16 @@ class Watchdogs:
             return Judgement(
                 odd, f"the ranks call different collectives at the same place: {self._each(odd)}", one_group
             )
-        if odd := _odd_ones({rank: call.sizes for rank, call in calls.items() if call.operation in ALIKE_ON_ALL_RANKS}):
-            return Judgement(odd, f"the ranks pass tensors of different sizes: {self._each(odd)}", one_group)
-        if silent := {*known} - calls.keys() - self.status.keys():
+        sizes = {rank: call.sizes for rank, call in calls.items() if call.operation in SAME_SIZE_ON_ALL_RANKS}
+        outputs = {
+            rank: call.sizes.partition(", ")[2]
+            for rank, call in calls.items()
+            if call.operation in SAME_OUTPUT_ON_ALL_RANKS
+        }
+        if odd := _odd_ones(sizes or outputs):
+            cause = f"the ranks pass tensors of different sizes: {self._each(odd)}"
+            return Judgement(odd, cause, one_group and bool(sizes))
+        if silent := {*known} - calls.keys() - self.status.keys() - self.down:
             return Judgement(
                 silent, f"{listed(silent)} printed nothing of it: {listed(calls)} waited in {first}", False
             )

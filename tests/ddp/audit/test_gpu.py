@@ -91,7 +91,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 def main(rank=-1, world_size=-1):
     dist.init_process_group("nccl", rank=rank, world_size=world_size)
-    print(dist.get_world_size(), "ranks")
+    print(f"{dist.get_world_size()} ranks\\n", end="")  # in one write: the ranks share the stream
     dist.destroy_process_group()
 if __name__ == "__main__":
     mp.spawn(main, (2,), nprocs=2) if "--spawn" in sys.argv else main()

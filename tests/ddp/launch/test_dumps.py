@@ -77,40 +77,40 @@ STEP, BARRIER = "all_reduce {}, train.py:88 in train()", "barrier {}, evaluate.p
 CASES = {
     "one rank is behind": (
         "ssb ssb ssb ss",
-        f"ranks 0, 1 and 2 called {BARRIER.format(3)}; rank 3 did not: its last there is {STEP.format(2)}",
+        f"ranks 0-2 called {BARRIER.format(3)}; rank 3 did not: its last there is {STEP.format(2)}",
     ),
     "some went on without waiting": (
         "sssss ssss sssss ss",
-        f"ranks 0, 1 and 2 called {STEP.format(3)}; rank 3 did not: its last there is {STEP.format(2)}",
+        f"ranks 0-2 called {STEP.format(3)}; rank 3 did not: its last there is {STEP.format(2)}",
     ),
     "one rank skipped a collective": (
         "sbss sbss sbss sss",
-        f"ranks 0, 1 and 2 called {BARRIER.format(2)}; rank 3 called {STEP.format(2)}: rank 3 skipped {BARRIER.format(2)}",
+        f"ranks 0-2 called {BARRIER.format(2)}; rank 3 called {STEP.format(2)}: rank 3 skipped {BARRIER.format(2)}",
     ),
     "the one that it skipped looks as the others": (
         "smss smss smss sss",
-        f"ranks 0, 1 and 2 called {STEP.format(4)}; rank 3 did not: its last there is {STEP.format(3)}: rank 3 skipped all_reduce 2, "
+        f"ranks 0-2 called {STEP.format(4)}; rank 3 did not: its last there is {STEP.format(3)}: rank 3 skipped all_reduce 2, "
         "evaluate.py:31 in evaluate()",
     ),
     "rank 0 alone has a barrier": (
         "sbss sss sss sss",
-        f"ranks 1, 2 and 3 called {STEP.format(2)}; rank 0 called {BARRIER.format(2)}: rank 0 called it in addition",
+        f"ranks 1-3 called {STEP.format(2)}; rank 0 called {BARRIER.format(2)}: rank 0 called it in addition",
     ),
     "another order": (
         "sbg sgb sbg sbg",
-        f"ranks 0, 2 and 3 called {BARRIER.format(2)}; rank 1 called all_gather 2, evaluate.py:40 in gather(): rank 1 called the two in "
+        f"ranks 0, 2, 3 called {BARRIER.format(2)}; rank 1 called all_gather 2, evaluate.py:40 in gather(): rank 1 called the two in "
         "another order",
     ),
     "another shape": (
         "ss sl ss ss",
-        f"ranks 0, 2 and 3 called {STEP.format(2)}; rank 1 called {STEP.format(2)}: with other shapes, [4, 5] -> [4, 5] and "
+        f"ranks 0, 2, 3 called {STEP.format(2)}; rank 1 called {STEP.format(2)}: with other shapes, [4, 5] -> [4, 5] and "
         "[3, 5] -> [3, 5]",
     ),
     "another type": (
         "ss ss ss sh",
-        f"ranks 0, 1 and 2 called {STEP.format(2)}; rank 3 called {STEP.format(2)}: with other types, Float and BFloat16",
+        f"ranks 0-2 called {STEP.format(2)}; rank 3 called {STEP.format(2)}: with other types, Float and BFloat16",
     ),
-    "one rank called none": ("b b b .", f"ranks 0, 1 and 2 called {BARRIER.format(1)}; rank 3 called none"),
+    "one rank called none": ("b b b .", f"ranks 0-2 called {BARRIER.format(1)}; rank 3 called none"),
 }
 
 
@@ -118,7 +118,7 @@ CASES = {
 def test_the_rank_that_differs_is_named(tmp_path: Path, case: str) -> None:
     ranks, expected = CASES[case]
     first, second = report(gathered(written(tmp_path, ranks)))
-    assert (first, second) == ("read dumps of ranks 0, 1, 2 and 3", f"group 0: {expected}")
+    assert (first, second) == ("read dumps of ranks 0-3", f"group 0: {expected}")
 
 
 def test_a_rank_without_a_dump_is_named(tmp_path: Path) -> None:
@@ -136,7 +136,7 @@ def test_a_group_in_which_a_rank_waits_explains_another(tmp_path: Path) -> None:
     """Rank 1 waits for rank 0 in group 1, and so ranks 2 and 3 wait for it in the group of all."""
     _, first, second = report(gathered(written(tmp_path, "s si ss ss")))
     assert first == "group 1: rank 1 called broadcast 1, parts.py:7 in exchange(); rank 0 called none"
-    assert second.startswith("group 0: ranks 2 and 3 called all_reduce 2") and "rank 1 did not" in second
+    assert second.startswith("group 0: ranks 2, 3 called all_reduce 2") and "rank 1 did not" in second
 
 
 FAULTHANDLER = """The Python stacks of rank 3 (pid 7), the latest call first:
@@ -168,7 +168,7 @@ def test_stacks_say_where_the_ranks_are(tmp_path: Path) -> None:
         (tmp_path / f"rank{rank}.log").write_text(text)
     places = [
         "rank 3 now at data.py:33 in load()",
-        "ranks 0, 1 and 2 now at evaluate.py:20 in evaluate(), which waits in all_reduce",
+        "ranks 0-2 now at evaluate.py:20 in evaluate(), which waits in all_reduce",
     ]
     assert list(report(gathered(tmp_path)))[1:] == places
     assert list(report(gathered(written(tmp_path, "ssb ssb ssb ss"))))[2:] == places
@@ -217,6 +217,47 @@ def test_only_the_last_attempt_counts(tmp_path: Path) -> None:
     assert "no rank is behind" in list(report(gathered(tmp_path)))[1]
 
 
+def test_folders_of_nodes_belong_together(tmp_path: Path) -> None:
+    """Each node has a folder of its own ranks. A file whose name has a year is of no rank."""
+    dumps = written(tmp_path, "ssb ssb ssb ss")
+    for rank in range(4):
+        (tmp_path / f"node{rank // 2}").mkdir(exist_ok=True)
+        (dumps / f"nccl_trace_rank_{rank}").rename(tmp_path / f"node{rank // 2}/nccl_trace_rank_{rank}")
+    (tmp_path / "metrics_2026.json").write_text("{}")
+    first, second = report(gathered(tmp_path))
+    assert first == "read dumps of ranks 0-3"
+    assert second.startswith("group 0: ranks 0-2 called") and "rank 3 did not" in second
+
+
+def test_a_call_that_all_have_enqueued_hangs(tmp_path: Path) -> None:
+    """NCCL's calls return before they are done, so that a rank may have enqueued more than another behind the one that hangs."""
+    written(tmp_path, "sssss sssss sssss ssss")
+    for path in tmp_path.iterdir():
+        changed = pickle.loads(path.read_bytes())
+        for number, entry in enumerate(changed["entries"], 1):
+            entry["state"] = "completed" if number < 3 else "scheduled"
+        path.write_bytes(pickle.dumps(changed))
+    _, line, _ = report(gathered(tmp_path))
+    assert line.startswith(f"all ranks called the same collectives, up to {STEP.format(3)}: no rank is behind")
+
+
+def test_dumps_that_have_only_the_latest_calls(tmp_path: Path) -> None:
+    """A rank that is far behind has none of the calls that the others still have."""
+    written(tmp_path, "s" * 40 + 3 * (" " + "s" * 9))
+    ahead = dump("s" * 40)
+    ahead["entries"] = ahead["entries"][20:]
+    (tmp_path / "nccl_trace_rank_0").write_bytes(pickle.dumps(ahead))
+    _, line = report(gathered(tmp_path))
+    assert line.startswith(
+        f"group 0: rank 0 called {STEP.format(21)}; rank 1 did not: its last there is {STEP.format(9)}"
+    )
+
+
+def test_dumps_without_collectives(tmp_path: Path) -> None:
+    _, line = report(gathered(written(tmp_path, ". . . .")))
+    assert line == "no collectives in the dumps; send and recv are not compared"
+
+
 def test_a_folder_without_dumps_is_a_user_error(user_error: UserError, tmp_path: Path) -> None:
     assert (
         user_error(explain.main, "--dumps", str(tmp_path)) == f"error: --dumps {tmp_path}: no dump and no stacks in it"
@@ -257,6 +298,6 @@ def test_dumps_of_a_real_job(tmp_path: Path) -> None:
     run_ranks(skip_a_barrier, 3, tmp_path, fresh=True)
     for form in ("pickled", "json"):
         verdict = list(report(gathered(tmp_path / form)))[1]
-        assert "ranks 0 and 1 called barrier" in verdict and "rank 2 did not: its last there is all_reduce" in verdict
+        assert "ranks 0, 1 called barrier" in verdict and "rank 2 did not: its last there is all_reduce" in verdict
         assert ("test_dumps.py" in verdict) == (form == "pickled")  # torch's JSON has no lines of Python
     assert sorted(gathered(tmp_path / "pickled").stacks) == [0, 1, 2]

@@ -389,7 +389,7 @@ def test_the_latest_collectives_are_written_for_torch_s_own_tool(
     assert "Not all ranks joining collective" in caplog.text
     assert "collective: gloo:all_reduce" in caplog.text and "missing ranks: {1}" in caplog.text
     (verdict,) = (line for line in report(gathered(Path(folder).parents[1])) if line.startswith("group 0"))
-    assert "ranks 0 and 2 called all_reduce" in verdict and "rank 1 did not: its last there is barrier" in verdict
+    assert "ranks 0, 2 called all_reduce" in verdict and "rank 1 did not: its last there is barrier" in verdict
 
 
 # Jobs that do not.

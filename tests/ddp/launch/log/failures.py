@@ -1,4 +1,4 @@
-"""Small jobs that fail in more than sixty ways, the first failure of each, and a way to run them under torchrun.
+"""Small jobs that fail in 71 ways, the first failure of each, and a way to run them under torchrun.
 
 They stand in failures.txt: a heading, what the log must tell, and a script that follows another one. The line that fails first, or at which
 the others wait, ends in ``# HERE``.

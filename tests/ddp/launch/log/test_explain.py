@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,8 @@ PREFIXES = (
     "1: ",
     "[1,1]<stderr>:",
     "[rank: 1] ",
+    "[pod/job-0/train] [rank1]:",
+    "gpu-worker-0: [rank1]: ",
     "2026-11-28T10:00:00.123Z [rank1]:",
     "\x1b[31m[rank1]:\x1b[0m ",
 )
@@ -111,6 +114,85 @@ def test_memory_that_ran_out_is_certain_if_the_kernel_says_so(tmp_path: Path) ->
     assert (verdict.ranks, verdict.certain, verdict.cause) == ((3,), True, "exit code -9, SIGKILL: memory ran out")
 
 
+@pytest.mark.parametrize(
+    ("log", "certain", "cause"),
+    [
+        ("run.sh: line 28:  8156 Killed      python train.py\nDetected 1 oom-kill event(s)\n", True, "memory ran out"),
+        ("Last State: Terminated\n  Reason: OOMKilled\n  Exit Code: 137\n", True, "memory ran out"),
+        ("Memory cgroup out of memory: Killed process 4242 (python)\n", True, "memory ran out"),
+        ("[ERROR] [launch.py:434:sigkill_handler] ['python'] exits with return code = -9\n", False, "exit code -9"),
+        ("run.sh: line 4: 23 Aborted      (core dumped) python train.py\n", False, "exit code -6"),
+        (
+            "slurmstepd: error: *** STEP 6.0 ON n1 CANCELLED AT 2024-04-23T12:18:08 ***\nsrun: error: n1: task 0: Terminated\n",
+            False,
+            "the step was cancelled: by scancel, or by srun",
+        ),
+    ],
+)
+def test_words_of_shells_and_schedulers(log: str, certain: bool, cause: str, tmp_path: Path) -> None:
+    verdict = verdict_of(tmp_path / "log", log)
+    assert (verdict.ranks, verdict.certain) == ((), certain)
+    assert verdict.cause.startswith(cause)
+
+
+SPAWNED = """\
+Traceback (most recent call last):
+  File "/home/me/train.py", line 178, in <module>
+    mp.spawn(main, nprocs=2)
+  File "/venv/lib/python3.9/site-packages/torch/multiprocessing/spawn.py", line 158, in join
+    raise ProcessRaisedException(msg, error_index, failed_process.pid)
+torch.multiprocessing.spawn.ProcessRaisedException:
+
+-- Process 1 terminated with the following error:
+"""
+
+
+def test_spawn_only_sums_up(tmp_path: Path) -> None:
+    verdict = verdict_of(tmp_path / "log", SPAWNED + FAILED)
+    assert (verdict.ranks, verdict.certain) == ((1,), True)
+    assert verdict.cause.startswith("FileNotFoundError")
+
+
+def test_the_exception_that_was_handled_is_told(tmp_path: Path) -> None:
+    second = "\nDuring handling of the above exception, another exception occurred:\n\n" + FAILED.replace(
+        "FileNotFoundError", "AttributeError"
+    )
+    verdict = verdict_of(tmp_path / "log", FAILED + second)
+    assert verdict.cause.startswith("AttributeError")
+    assert verdict.notes[0].startswith("raised while FileNotFoundError")
+
+
+REPORT = """\
+E0726 10:59:51 1 torch/distributed/elastic/multiprocessing/api.py:826] failed (exitcode: 1) local_rank: 2 (pid: 21) of binary: python
+Root Cause (first observed failure):
+[0]:
+  rank      : 10 (local_rank: 2)
+  exitcode  : 1 (pid: 21)
+=====
+srun: error: n2: task 1: Exited with exit code 1
+"""
+
+
+def test_local_ranks_and_tasks_are_no_ranks(tmp_path: Path) -> None:
+    """On several nodes, torchrun's report alone has the rank."""
+    assert verdict_of(tmp_path / "log", FAILED + REPORT).ranks == (10,)
+
+
+def test_only_the_last_start_counts(tmp_path: Path) -> None:
+    """torchrun has a folder for each start of the ranks."""
+    for attempt, kind in enumerate(("ValueError", "KeyError")):
+        folder = tmp_path / f"none_x/attempt_{attempt}/0"
+        folder.mkdir(parents=True)
+        (folder / "stderr.log").write_text(FAILED.replace("FileNotFoundError", kind))
+    verdict = judge(gathered([tmp_path]))
+    assert verdict is not None and verdict.cause.startswith("KeyError")
+
+
+def test_numbers_of_steps_are_no_ranks(tmp_path: Path) -> None:
+    (tmp_path / "log").write_text("".join(f"{step}: loss 0.3\n" for step in range(20)) + prefixed(" 7: ", FAILED))
+    assert gathered([tmp_path / "log"]).ranks == {7}
+
+
 def test_the_command_reads_a_log_without_torch(tmp_path: Path) -> None:
     """``--explain FILE`` prints the verdict, its consequences and the entry of symptoms.md, with status 0; it never imports torch."""
     (tmp_path / "torch.py").write_text("raise RuntimeError('imported')")
@@ -138,7 +220,10 @@ def test_standard_input(tmp_path: Path) -> None:
     assert "FileNotFoundError" in done.stdout
 
 
-@pytest.mark.parametrize(("content", "said"), [(b"", "is empty"), (b"\x80\0\1" * 99, "is binary")])
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [(b"", "is empty"), (b"\x80\0\1" * 99, "is binary"), (zlib.compress(bytes(10**6)), "is binary")],
+)
 def test_what_is_no_log_is_one_line(content: bytes, said: str, user_error: UserError, tmp_path: Path) -> None:
     (tmp_path / "log").write_bytes(content)
     line = user_error(explain.main, "--explain", tmp_path / "log")
@@ -146,7 +231,9 @@ def test_what_is_no_log_is_one_line(content: bytes, said: str, user_error: UserE
 
 
 def test_a_log_that_is_not_there_is_one_line(user_error: UserError) -> None:
-    assert user_error(explain.main, "--explain", "runs/no-such.log").endswith("there is no such file")
+    for paths in (["runs/no-such.log"], [__file__, "runs/no-such.log"]):
+        line = user_error(explain.main, "--explain", *paths)
+        assert line == "error: --explain runs/no-such.log: there is no such file"
 
 
 def test_a_text_without_a_failure(tmp_path: Path) -> None:
@@ -164,7 +251,8 @@ def test_an_error_that_was_handled_is_not_certain(tmp_path: Path) -> None:
     assert not verdict_of(tmp_path / "log", FAILED + "epoch 1: loss 0.3\n" * 200).certain
     limit = "slurmstepd: error: *** STEP 7.0 ON n1 CANCELLED AT 2026-11-28T10:00:00 DUE TO TIME LIMIT ***\n"
     assert not verdict_of(tmp_path / "log", FAILED + limit).certain
-    assert verdict_of(tmp_path / "log", limit).cause == "the scheduler ended the job: due to time limit"
+    for before in ("", FAILED + "epoch 1: loss 0.3\n" * 200):
+        assert verdict_of(tmp_path / "log", before + limit).cause == "the scheduler ended the job: due to time limit"
 
 
 def test_a_message_is_still_looked_up() -> None:
@@ -173,7 +261,7 @@ def test_a_message_is_still_looked_up() -> None:
     )
 
 
-def test_memory_does_not_grow_with_the_log(tmp_path: Path) -> None:
+def test_repeated_tracebacks_are_kept_once(tmp_path: Path) -> None:
     """Tracebacks that come again, and a line without an end, are kept once."""
     (tmp_path / "log").write_text(prefixed("[rank1]: ", FAILED) * 300 + "x" * 300_000)
     evidence = gathered([tmp_path / "log"])
