@@ -22,7 +22,6 @@ from ddp.audit.judged import judged
 from ddp.audit.names import is_ignored, require_ignored
 from ddp.audit.settle import settle
 from ddp.audit.trace import Trace, read
-from ddp.audit.unjudged import why_unjudged
 from ddp.audit.vary import KINDS, RUN, Plan, Variation, plan, second, third, vary
 from ddp.audit.watch.event_types import LoaderBegins
 
@@ -52,10 +51,10 @@ class AuditConfig:
     )
     batch_flag: str = option(
         None,
-        "the script's flag for the batch of a rank and micro-step, without dashes; leave it out if the batch is global",
+        "the script's flag for the batch of a rank and micro-step; leave it out if the batch is global",
     )
-    accumulation_flag: str = option(None, "the script's flag for its micro-steps, without dashes; for micro-steps")
-    resume_flag: str = option(None, "a switch with which the script goes on, without dashes; for resume")
+    accumulation_flag: str = option(None, "the script's flag for its micro-steps; for micro-steps")
+    resume_flag: str = option(None, "a switch with which the script goes on; for resume")
     json: Path = option(None, "file for the findings")
     format: str = option("text", "how findings are printed; github: as annotations", choices=("text", "github"))
     explain: str = option(None, "print what the finding of this name is, and what to do; nothing is run")
@@ -125,29 +124,31 @@ def audit(config: AuditConfig, script: Sequence[str], say: Callable[[object], ob
     """
     require_script(script)
     require_ignored(config.ignore, Path(script[0]))
-    flags = (flag and flag.lstrip("-") for flag in (config.batch_flag, config.accumulation_flag, config.resume_flag))
-    plans = plan(config.vary, script, config.ranks, *flags)
+    if config.ranks % config.nodes:
+        raise UsageError(f"--ranks {config.ranks} cannot be divided among --nodes {config.nodes}")
+    if config.nodes > 1 and config.start == "python":
+        raise UsageError(f"--nodes {config.nodes} has agents of torchrun, which --start python leaves out")
+    plans = plan(config.vary, script, config.ranks, config.batch_flag, config.accumulation_flag, config.resume_flag)
     with tempfile.TemporaryDirectory() as folder:
         trace, outcome = _run(config, Path(folder), script, config.ranks)
     found = find(trace) if trace.ranks else []
-    why = why_unjudged(trace, outcome)
     missing = [f"not watched, since this torch does not have it: {name}" for name in trace.not_watched]
-    not_judged, seen = ([], "") if why else judged(trace)
+    why, not_judged, seen = judged(trace, outcome)
     report = Report(outcome, why, missing + not_judged, looked_at=seen)
     for finding in found:
         _add(report, finding, config)
     for line in (_summary(trace, report, start.device_for(config.device, config.ranks)), *report.partly):
         say(line)
-    suspicions = [finding for finding in report.findings if finding.is_suspicion]
+    suspicions = [finding for finding in found if finding.is_suspicion]
     for finding in report.findings:
         if not finding.is_suspicion:
             say(_line(finding, config))
     if not report.unjudged:
         _vary(config, script, plans, trace, report, suspicions, say)
     for finding in suspicions:
-        if not finding.unsettled and finding.is_suspicion:
-            finding.unsettled = "there was no second run"
         if finding in report.findings:
+            if finding.is_suspicion and not finding.unsettled:
+                finding.unsettled = "there was no second run"
             say(_line(finding, config))
     return report
 
@@ -161,17 +162,20 @@ def _vary(
     suspicions: Sequence[Finding],
     say: Callable[[object], object],
 ) -> None:
-    """Run the script again as is asked for, in the way that settles most, and in one more where a loss of 1 / ranks stands in question."""
+    """Run the script again as is asked for, in the way that settles most, and in one more where a loss of 1 / ranks stands in question.
+
+    :param suspicions: also those that the user ignores, since the runs show their effects
+    """
     again = functools.partial(_run_again, config)
-    known = [finding for finding in report.findings if finding.is_wrong]
+    known = any(finding.is_wrong for finding in (*report.findings, *report.ignored))
 
     def tell(variation: Variation) -> None:
         report.variations.append(variation)
-        confirmed = [one for one in suspicions if settle(one, report.variations, base) is True]
-        report.cleared = [one for one in suspicions if settle(one, report.variations, base) is False]
+        settled = [(one, settle(one, report.variations, base)) for one in suspicions]
+        report.cleared = [one for one, is_right in settled if is_right is False and one not in report.ignored]
         report.findings = [one for one in report.findings if one not in report.cleared]
         # The cause has a finding of its own, or may have.
-        is_effect = not variation.plan.is_asked and (known or confirmed)
+        is_effect = not variation.plan.is_asked and (known or any(is_right for _, is_right in settled))
         if variation.finding and not is_effect and _add(report, variation.finding, config):
             say(_line(variation.finding, config))
         else:
@@ -187,8 +191,9 @@ def _vary(
     for variation in vary(plans, base, again):
         tell(variation)
     for finding in suspicions:
-        if finding.name == "loss-divided-by-ranks" and finding.is_suspicion and finding not in report.cleared:
-            for variation in () if config.once else vary([third(script, config.ranks, finding)], base, again):
+        is_open = finding.is_suspicion and finding in report.findings
+        if finding.name == "loss-divided-by-ranks" and is_open and not config.once:
+            for variation in vary([third(script, config.ranks, finding)], base, again):
                 tell(variation)
     for finding in report.cleared:
         say(f"{':'.join(finding.place)}: {finding.name} was suspected, and the runs above clear it")
@@ -224,7 +229,7 @@ def _run(
             events,
             timeout=config.timeout,
             quick=config.quick,
-            device=start.device_for(config.device, ranks),
+            device=start.device_for(config.device, max(ranks, config.ranks)),  # the same in all runs, if it can be
             start=config.start,
             nodes=config.nodes if ranks % config.nodes == 0 else 1,
             kill_at=kill_at,

@@ -18,7 +18,7 @@ from common.errors import UsageError
 from ddp.audit.detectors import averages
 from ddp.audit.detectors.averages import unscaled
 from ddp.audit.metrics import other_metrics
-from ddp.audit.trace import Epoch, RankTrace, Step, Trace, epochs
+from ddp.audit.trace import Epoch, RankTrace, Step, Trace
 from ddp.audit.watch.event_types import Autocast, Backward, Batch, Draw, Event, Forward, LoaderBegins, Local, Loss, Save
 
 SAFETY = 16.0
@@ -40,6 +40,7 @@ class Verdict(NamedTuple):
     :ivar samples: whether the same samples were trained on; None if that cannot be told
     :ivar numbers: the same of gradients
     :ivar metrics: the same of what evaluations reduce over the ranks
+    :ivar saves: False if checkpoints are saved after other steps, though the weights are the same; else None, since that tells nothing
     """
 
     text: str
@@ -48,6 +49,7 @@ class Verdict(NamedTuple):
     samples: bool | None = None
     numbers: bool | None = None
     metrics: bool | None = None
+    saves: bool | None = None
 
 
 LOAD = "Save the weights after a step, before the run is killed, and load them at the start"
@@ -56,7 +58,6 @@ POSITION = "Save the number of the epoch, and the position in it, and set the sa
 DIVIDE = "Let the ranks divide each global batch, without padding; --batch-flag is for a batch size of one rank"
 RATES = "With the same global batches, the rate must not depend on the number of ranks"
 AVERAGE = "Weigh each sample by 1 / the global batch, whatever the number of ranks and micro-steps"
-DECIDE = "Decide by what has been reduced over the ranks, and not by the rank's own part"
 COUNT = "Count each sample once: sum correct answers and counts over the ranks, and divide then"
 # Values that have the same bits in each optimizer step, what is said of another value, and its cure after a resume.
 BITS: tuple[tuple[Callable[[Step], object], str, str], ...] = (
@@ -116,19 +117,18 @@ def same_numbers(base: Trace, other: Trace, is_asked: bool = True) -> Verdict:
     if not (ours and theirs):
         raise UsageError("under join, and with an optimizer that calls a closure, there are no global steps to compare")
     coverage = None if is_asked else _coverage(base, other)
-    steps = coverage if coverage and coverage.at else _steps(base, other, is_asked)
-    samples = coverage.samples if coverage and coverage.samples is not None else steps.samples
+    steps = coverage if coverage and coverage.at else _steps(base, other, ours, theirs, is_asked)
+    samples = coverage.samples if coverage else steps.samples
     event, text = other_metrics(base, other, weights_are_same=steps.numbers is True)
     metrics = None if text is None else event is None
     if event and not steps.at:
         return Verdict(text or "", COUNT, event, samples, steps.numbers, metrics)
-    mine, yours = ([(one.step, one.where) for one in trace.ranks[0].all(Save)] for trace in (base, other))
-    if steps.numbers and mine != yours:
-        first = [*base.ranks[0].all(Save), *other.ranks[0].all(Save)][0]
-        after, others = ([step for step, _ in some] for some in (mine, yours))
-        text = f"checkpoints are saved after steps {after}, and after {others} on {_ranks(other)}"
-        return Verdict(text, DECIDE, first, samples, True, metrics)
-    return steps._replace(text=steps.text + (f"; {text}" if text else ""), samples=samples, metrics=metrics)
+    texts, saves = [steps.text, *([text] if text else [])], None
+    mine, yours = ([one.step for one in trace.ranks[0].all(Save)] for trace in (base, other))
+    if steps.numbers and mine != yours:  # which may also be by a clock
+        texts.append(f"checkpoints are saved after steps {mine}, and after {yours} on {_ranks(other)}")
+        saves = False
+    return steps._replace(text="; ".join(texts), samples=samples, metrics=metrics, saves=saves)
 
 
 def _coverage(base: Trace, other: Trace) -> Verdict | None:
@@ -161,9 +161,10 @@ def _identities(ours: Sequence[Epoch], theirs: Sequence[Epoch]) -> tuple[Counter
     return mine, yours
 
 
-def _steps(base: Trace, other: Trace, is_asked: bool) -> Verdict:
+def _steps(
+    base: Trace, other: Trace, ours: Sequence[list[Step]], theirs: Sequence[list[Step]], is_asked: bool
+) -> Verdict:
     """Compare samples, rates and gradients from step to step."""
-    ours, theirs = list(base.steps()), list(other.steps())
     unknown = _by_design(base, other)
     autocast = max((float(event.eps) for event in base.ranks[0].all(Autocast)), default=0.0)
     terms = sum(event.terms for step in ours[0] for event in step.all(Loss))
@@ -172,7 +173,8 @@ def _steps(base: Trace, other: Trace, is_asked: bool) -> Verdict:
     for number, (mine, yours) in enumerate(zip(ours, theirs, strict=False)):
         at, event = f"step {mine[0].number}", mine[0].before
         samples, others = _samples(base, mine), _samples(other, yours)
-        if samples != others and (is_asked or _numbers(base, mine) != _numbers(other, yours)):
+        numbers = _numbers(base, mine)
+        if samples != others and (is_asked or not numbers or numbers != _numbers(other, yours)):
             if not is_asked:
                 return Verdict("the batches come in another order, so numbers are not compared", samples=None)
             count = f"{others.total()} instead of {samples.total()}, of which {(others & samples).total()} are the same"
@@ -205,7 +207,7 @@ def _steps(base: Trace, other: Trace, is_asked: bool) -> Verdict:
             return Verdict(f"{at} has other gradients: {text}", AVERAGE, event, True, numbers=False)
         else:
             largest = max(largest, difference)
-    few = 0 if is_asked else len(epochs(base.ranks[0]))  # an epoch may have a step more, of padding
+    few = 0 if is_asked else len(base.ranks[0].epochs)  # an epoch may have a step more, of padding
     if abs(len(ours) - len(theirs)) > few and (is_asked or not unknown):
         return Verdict(
             f"it takes {len(theirs)} optimizer steps and not {len(ours)}", DIVIDE, ours[-1][0].before, samples=False
@@ -276,8 +278,8 @@ def _distance(mine: Sequence[Step], yours: Sequence[Step], base: Trace) -> tuple
     sizes, factors = [0.0], list[float]()
     for number in mine[0].own:
         ours, theirs = unscaled(number, mine[0]), unscaled(number, yours[0])
-        passes = [one for step in mine for one in step.all(Backward)]
-        size = WEIGHTS * max((one.computed.get(number, [0.0])[-1] for one in passes), default=0.0)
+        passes = [one for step in mine for one in step.computed]
+        size = WEIGHTS * max((one.get(number, [0.0])[-1] for one in passes), default=0.0)
         if size and ours and theirs:
             distance = max(abs(a - b) for a, b in zip(ours, theirs, strict=True)) / size
             found.append((distance, f"{base.names.get(number, number)} differs by {distance:.2g} of its size"))
@@ -301,8 +303,7 @@ def _numbers(trace: Trace, steps: Sequence[Step]) -> Counter[int]:
 
 def _training(trace: RankTrace, step: Step) -> Iterable[Batch]:
     """The batches of a step that come from a loader for training."""
-    training = {epoch.begin.iterator for epoch in epochs(trace) if epoch.trains}
-    return [batch for batch in step.all(Batch) if batch.iterator in training]
+    return [batch for batch in step.all(Batch) if batch.iterator in trace.iterators]
 
 
 def _rows(trace: RankTrace, step: Step) -> list[int]:
@@ -315,9 +316,8 @@ def _rows(trace: RankTrace, step: Step) -> list[int]:
     for event in step.all(Forward, Backward):
         if isinstance(event, Forward):
             forwards += event.rows
-        elif isinstance(event, Backward):
-            starts_anew = not any(any(event.before.get(number, ())) for number in step.own)
-            rows, forwards = (forwards if starts_anew else rows + forwards), []
+        else:
+            rows, forwards = rows + (forwards if event in step.passes else []), []
     return rows or [row for batch in _training(trace, step) for row in batch.rows]
 
 

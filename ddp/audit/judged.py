@@ -1,34 +1,54 @@
-"""How much of a run each detector has judged: silence about what was not looked at is no verdict."""
+"""How much of a run each detector has judged, or why nothing can be: silence about what was not looked at is no verdict."""
 
 from __future__ import annotations
 
 from collections import Counter
 
+from common.foreign_script.failure import own_lines, why_failed
+from common.foreign_script.run import Outcome
 from ddp.audit.detectors import averages, replicas, weights
-from ddp.audit.trace import Trace, epochs
+from ddp.audit.trace import Trace
+from ddp.audit.watch.event_types import (
+    Backward,
+    Clip,
+    Collective,
+    Compiled,
+    Evaluation,
+    Forward,
+    JoinBegins,
+    LoaderBegins,
+    Save,
+    Skipped,
+)
 
 # Detectors of single events: how these are called, and their kind.
 OF_EVENTS = {
-    "collectives": ("calls", "Collective"),
-    "clipping": ("clippings", "Clip"),
-    "randomness": ("forward passes", "Forward"),
-    "evaluation": ("evaluations", "Evaluation"),
-    "checkpoints": ("files", "Save"),
-    "costs": ("loaders", "LoaderBegins"),
+    "collectives": ("calls", Collective),
+    "clipping": ("clippings", Clip),
+    "randomness": ("forward passes", Forward),
+    "evaluation": ("lines", Evaluation),
+    "checkpoints": ("files", Save),
+    "costs": ("loaders", LoaderBegins),
 }
 
 
-def judged(trace: Trace) -> tuple[list[str], str]:
-    """A line for each kind of things of which nothing was judged; and one that names what was, empty if nothing was."""
+def judged(trace: Trace, outcome: Outcome) -> tuple[str | None, list[str], str]:
+    """How much of a run was judged.
+
+    :returns: why none of it can be, or None; a line for each kind of things of which nothing was; and one that names what was, empty if
+        nothing was
+    """
+    if why := _why_unjudged(trace, outcome):
+        return why, [], ""
     first, paired, both = trace.ranks[0], list(trace.steps()), len(list(trace.epochs(train=True)))
-    kinds = Counter(type(event).__name__ for event in first.events)
+    kinds = Counter(map(type, first.events))
     closures = ["the optimizer calls its closure" if step.has_closure else "" for step in first.steps]
     alone = (
-        "DDP joins uneven ranks" if kinds["JoinBegins"] else max(closures, default="") or "other ranks do not take them"
+        "DDP joins uneven ranks" if kinds[JoinBegins] else max(closures, default="") or "other ranks do not take them"
     )
     rest = [alone] * (len(first.steps) - len(paired))
-    compiled = ": the model is compiled" if kinds["Compiled"] else ""
-    training = sum(epoch.trains for epoch in epochs(first))
+    compiled = ": the model is compiled" if kinds[Compiled] else ""
+    training = len(first.training)
     # For each detector why it has not judged a thing; empty if it has.
     things = {
         "averages": ("steps", [*map(averages.why_not, paired), *rest]),
@@ -45,4 +65,33 @@ def judged(trace: Trace) -> tuple[list[str], str]:
         if reasons and all(reasons):
             lines.setdefault(f"0 of {len(reasons)} {what}, {reasons[0]}", []).append(name)
     seen = [f"{name} {reasons.count('')} {what}" for name, (what, reasons) in things.items() if "" in reasons]
-    return [f"{', '.join(names)}: {line}" for line, names in lines.items()], ", ".join(seen)
+    return None, [f"{', '.join(names)}: {line}" for line, names in lines.items()], ", ".join(seen)
+
+
+def _why_unjudged(trace: Trace, outcome: Outcome) -> str | None:
+    """One line, or None if the run can be judged."""
+    if trace.errors:
+        return f"the audit itself failed: {trace.errors[0]}"
+    if outcome.status is None:
+        return f"the script did not end within {outcome.seconds:.0f} s: {'; '.join(map(_innermost, outcome.stacks))}"
+    if outcome.status:
+        return why_failed(outcome)
+    if not trace.ranks:
+        return (
+            "no process group was seen: the script calls no init_process_group, or it starts Python in a way that leaves the watch out "
+            "(with -I, -E or -S, or another PYTHONPATH)"
+        )
+    if trace.world_size < 2:
+        return "the script ran on one rank: most of what can be wrong needs two, so give --ranks 2"
+    if any(rank.steps for rank in trace.ranks):
+        return None
+    if skipped := max(len(rank.all(Skipped)) for rank in trace.ranks):
+        return f"the script took no optimizer step: its scaler skipped all {skipped}, since gradients were inf or nan"
+    passes = sum(len(rank.all(Backward)) for rank in trace.ranks)
+    return f"the script took no optimizer step of torch.optim ({passes} backward passes were seen)"
+
+
+def _innermost(stack: str) -> str:
+    """The line of the script in a stack that faulthandler wrote, with the rank."""
+    rank, *_ = stack.splitlines() or [""]
+    return f"rank {rank} is at {next(own_lines(stack), 'an unknown place')}"

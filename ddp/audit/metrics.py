@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ddp.audit.trace import RankTrace, Trace, epochs
+from ddp.audit.trace import RankTrace, Trace
 from ddp.audit.watch.event_types import Backward, Batch, Collective
 
 REDUCTIONS = ("all_reduce", "reduce", "broadcast")
@@ -24,13 +24,12 @@ class Part:
 
 
 def _parts(trace: RankTrace) -> list[Part]:
-    training = {epoch.begin.iterator for epoch in epochs(trace) if epoch.trains}
     parts: list[Part] = []
     is_running = False
     for event in trace.events:
         if isinstance(event, Backward):
             is_running = False
-        elif isinstance(event, Batch) and event.iterator not in training:
+        elif isinstance(event, Batch) and event.iterator not in trace.iterators:
             if not is_running:
                 parts.append(Part())
             is_running = True

@@ -13,16 +13,12 @@ from ddp.audit.watch.event_types import Draw
 SETTLES = {
     "samples-on-every-rank": "samples",
     "samples-left-out": "samples",
-    "uneven-batches": "samples",
     "read-by-all": "samples",
     "evaluation-counts-twice": "metrics",
     "evaluates-the-same-part": "metrics",
-    "evaluation-not-summed": "metrics",
     "loss-divided-by-ranks": "numbers",
+    "saved-by-its-own-value": "saves",
 }
-# Nothing but reading the script settles the others.
-READ = "no run tells whether it is meant so"
-RESUME = "--vary resume, with {run} for the folder of its checkpoints, tells whether a resume lacks anything"
 
 
 def settle(finding: Finding, variations: Iterable[Variation], base: Trace) -> bool | None:
@@ -30,15 +26,16 @@ def settle(finding: Finding, variations: Iterable[Variation], base: Trace) -> bo
 
     :param variations: the runs so far
     """
-    finding.unsettled = RESUME if finding.name == "incomplete-checkpoint" else READ
-    for variation in variations:
-        is_equal = _is_equal(finding, variation, base)
-        if is_equal is not None:
-            if not is_equal:
-                finding.proof = f"{variation.what}: {variation.text}"
-            return not is_equal
-        if finding.name in SETTLES or finding.name.startswith("same-"):
-            finding.unsettled = f"{variation.what}: {variation.text}"
+    found = [(f"{one.what}: {one.text}", one.plan.kind, _is_equal(finding, one, base)) for one in variations]
+    if proofs := [text for text, _, is_equal in found if is_equal is False]:
+        finding.proof, finding.unsettled = proofs[0], ""
+        return True
+    if any(is_equal for *_, is_equal in found):
+        finding.unsettled = ""
+        return False
+    for text, kind, _ in found:
+        if kind == "ranks":
+            finding.unsettled = text
     return None
 
 
@@ -47,8 +44,8 @@ def _is_equal(finding: Finding, variation: Variation, base: Trace) -> bool | Non
     verdict, kind = variation.verdict, variation.plan.kind
     if verdict is None:
         return None
-    if finding.name == "incomplete-checkpoint":
-        return verdict.at is None and (verdict.numbers or None) if kind == "resume" else None
+    if kind == "third":
+        return verdict.numbers if finding.name == "loss-divided-by-ranks" else None
     if kind != "ranks":
         return None
     if finding.name == "same-noise" and variation.other:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -153,6 +154,21 @@ class RankTrace(Events):
             elif isinstance(event, Skipped):  # the scaler left a step with inf out
                 step = Step([])
 
+    @functools.cached_property
+    def epochs(self) -> list[Epoch]:
+        """All iterations over loaders, in order."""
+        return _epochs(self.events)
+
+    @functools.cached_property
+    def training(self) -> list[Epoch]:
+        """Those that train."""
+        return [epoch for epoch in self.epochs if epoch.trains]
+
+    @functools.cached_property
+    def iterators(self) -> set[int]:
+        """The numbers of those that train."""
+        return {epoch.begin.iterator for epoch in self.training}
+
 
 @dataclass
 class Epoch:
@@ -192,12 +208,11 @@ class Epoch:
         }
 
 
-def epochs(trace: RankTrace) -> list[Epoch]:
-    """All iterations over loaders, in order."""
+def _epochs(events: Iterable[Event]) -> list[Epoch]:
     found: dict[int, Epoch] = {}
     drawn, once = Counter[int](), set[int]()  # batches since the last backward pass; the loaders with one before that
     latest = None
-    for event in trace.events:
+    for event in events:
         if isinstance(event, LoaderBegins):
             latest = found[event.iterator] = Epoch(event)
         elif isinstance(event, Batch) and event.iterator in found:
@@ -248,7 +263,7 @@ class Trace:
 
     def epochs(self, train: bool) -> Iterator[tuple[Epoch, ...]]:
         """Each iteration over a loader, as all ranks made it: those of training, or those of evaluations."""
-        chosen = [[one for one in epochs(rank) if one.trains == train and one.begin.evaluates] for rank in self.ranks]
+        chosen = [[one for one in rank.epochs if one.trains == train and one.begin.evaluates] for rank in self.ranks]
         return _paired([[(one.begin.where, one) for one in of_rank] for of_rank in chosen])
 
 

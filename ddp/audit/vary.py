@@ -19,8 +19,8 @@ from common.errors import UsageError
 from ddp.audit.compare import Verdict, same_bits, same_numbers, same_rest
 from ddp.audit.detectors import weights
 from ddp.audit.finding import Finding
-from ddp.audit.trace import Trace, epochs
-from ddp.audit.watch.event_types import LoaderBegins, Save
+from ddp.audit.trace import Trace
+from ddp.audit.watch.event_types import Save
 
 KINDS = ("repeat", "ranks", "micro-steps", "resume")
 RUN = "{run}"  # in the script's arguments: a folder of the run
@@ -30,7 +30,7 @@ RUN = "{run}"  # in the script's arguments: a folder of the run
 class Plan:
     """A run of the script that is compared with the first one.
 
-    :ivar kind: one of ``KINDS``
+    :ivar kind: one of ``KINDS``, or ``"third"``, see :func:`third`
     :ivar compare: gets both traces
     :ivar is_asked: whether the user wants it; if not, the script need not allow it
     :ivar batches: the factor, and for each line that makes a loader, the sizes of its batches that grow by it; as JSON
@@ -52,8 +52,7 @@ class Plan:
 class Variation(NamedTuple):
     """The result of one run, and what is wrong with it.
 
-    :ivar is_judged: whether the script ran
-    :ivar verdict: None if it did not
+    :ivar verdict: None if nothing was compared
     :ivar other: its trace
     """
 
@@ -61,9 +60,12 @@ class Variation(NamedTuple):
     what: str
     text: str
     finding: Finding | None = None
-    is_judged: bool = True
     verdict: Verdict | None = None
     other: Trace | None = None
+
+    @property
+    def is_judged(self) -> bool:
+        return self.verdict is not None
 
     def as_json(self) -> dict[str, object]:
         return {"what": self.what, "text": self.text, "is_right": self.is_judged and self.finding is None}
@@ -80,7 +82,7 @@ def plan(
     accumulation_flag: str | None,
     resume_flag: str | None,
 ) -> list[Plan]:
-    """The runs that the user asks for. The flags are those of the script, without dashes, and None where it has none.
+    """The runs that the user asks for. The flags are those of the script, and None where it has none.
 
     :param batch_flag: samples of a rank and micro-step
     :param accumulation_flag: micro-steps of an optimizer step
@@ -106,9 +108,9 @@ def plan(
             raise UsageError(
                 f"--vary resume needs {RUN} among the script's arguments: it stands for a folder of the run, with its checkpoints"
             )
-        again = [*script, *([f"--{resume_flag}"] if resume_flag else [])]
+        again = [*script, *([f"--{resume_flag.lstrip('-')}"] if resume_flag else [])]
         killed = Plan("resume", "killed and started again", again, ranks, same_rest, killed=script)
-        plans += [killed, replace(killed, kill_at=_after_epoch)]
+        plans += [killed, replace(killed, kill_at=_after_epoch, is_asked=False)]
     return plans
 
 
@@ -118,21 +120,25 @@ def second(script: Sequence[str], ranks: int, batch_flag: str | None, base: Trac
     :param batch_flag: as for :func:`plan`
     :raises UsageError: if these batches cannot be put in
     """
-    loaders = base.ranks[0].all(LoaderBegins)
+    loaders = [epoch.begin for epoch in base.ranks[0].training]
+    sizes = dict[str, list[int | None]]()
     if batch_flag:
-        script, sizes = _changed(script, batch_flag, ranks, 1), {}
+        script = _changed(script, batch_flag, ranks, 1)
     elif not loaders:
-        raise UsageError("the script makes no DataLoader, whose batches could grow; --batch-flag names a flag for them")
+        raise UsageError(
+            "the script trains on no DataLoader, whose batches could grow; --batch-flag names a flag for them"
+        )
     else:
-        own = [epoch.begin for epoch in epochs(base.ranks[0]) if epoch.trains and epoch.begin.batch_size is None]
+        own = [one for one in loaders if one.batch_size is None]
         if own:
             file, _, line = own[0].where.rpartition(":")
             raise UsageError(
                 f"line {line} of {Path(file).name} has batches of its own; --batch-flag names a flag for them"
             )
-        sizes = {
-            one.where: sorted({two.batch_size for two in loaders if two.where == one.where}, key=str) for one in loaders
-        }
+        # Where each rank evaluates all samples, one rank has the same batches of them.
+        divided = [one.begin for one, two, *_ in base.epochs(train=False) if one.rows != two.rows]
+        for one in (*loaders, *divided):
+            sizes.setdefault(one.where, []).append(one.batch_size)
     what = f"on 1 rank with the batches of {ranks}"
     same = functools.partial(same_numbers, is_asked=False)
     return Plan("ranks", what, script, 1, same, is_asked=False, batches=json.dumps([ranks, sizes]))
@@ -146,12 +152,12 @@ def third(script: Sequence[str], ranks: int, finding: Finding) -> Plan:
             return Verdict(f"the weights of all terms sum to 1 / {ranks + 1} there", finding.cure, None, numbers=False)
         return Verdict("the weights of all terms have another sum, which is a coefficient", numbers=True)
 
-    return Plan("ranks", f"on {ranks + 1} ranks", script, ranks + 1, compare, is_asked=False)
+    return Plan("third", f"on {ranks + 1} ranks", script, ranks + 1, compare, is_asked=False)
 
 
 def _after_epoch(base: Trace) -> int | None:
     """In the first step after an epoch, so that the latest checkpoint may be that of an epoch's last batch."""
-    begins = [epoch.begin.step for epoch in epochs(base.ranks[0]) if epoch.trains]
+    begins = [epoch.begin.step for epoch in base.ranks[0].training]
     ends = [after for before, after in itertools.pairwise(begins) if after > before]
     return ends[0] + 1 if ends else None
 
@@ -164,6 +170,7 @@ def _changed(script: Sequence[str], name: str | None, factor: int, divisor: int)
     changed = list(script)
     if not name:
         return changed
+    name = name.lstrip("-")
     for at, argument in enumerate(script):
         flag, equals, was = argument.partition("=")
         if flag == f"--{name}" and not equals:
@@ -174,7 +181,7 @@ def _changed(script: Sequence[str], name: str | None, factor: int, divisor: int)
                 raise UsageError(f"--{name} {was} cannot be varied: {int(was) * factor} is no multiple of {divisor}")
             changed[at] = f"{flag}={value}" if equals else str(value)
             return changed
-    raise UsageError(f"--vary needs a --{name} with a whole number among the script's arguments, to change it")
+    raise UsageError(f"there is no --{name} with a whole number among the script's arguments, which could be changed")
 
 
 def vary(plans: Sequence[Plan], base: Trace, run: Runner) -> Iterator[Variation]:
@@ -203,6 +210,6 @@ def vary(plans: Sequence[Plan], base: Trace, run: Runner) -> Iterator[Variation]
                 verdict = plan.compare(base, other)
                 text = f"{what}: {verdict.text}"
                 finding = Finding(f"vary-{plan.kind}", verdict.at, text, cure=verdict.cure) if verdict.at else None
-                yield Variation(plan, what, verdict.text, finding, True, verdict, other)
+                yield Variation(plan, what, verdict.text, finding, verdict, other)
             except UsageError as error:
-                yield Variation(plan, what, f"not compared: {error}", is_judged=False)
+                yield Variation(plan, what, f"not compared: {error}")

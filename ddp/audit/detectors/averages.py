@@ -56,7 +56,7 @@ def detect(trace: Trace) -> Findings:
     if finding and finding.name == LAST:
         finding = next(findings, None)  # once is right: a warm-up pass before the first step
     if finding and finding.name == LOCAL and _meet_again(trace):
-        yield Finding("local-sgd", finding.event, diverges=True, is_hint=True)
+        yield Finding("local-sgd", finding.event, diverges=True)
     elif finding:
         yield finding
     elif own:

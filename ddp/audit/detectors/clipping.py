@@ -81,7 +81,7 @@ def _by_hand(steps: list[Step]) -> Findings:
     norm = (last and last.norm) or 0.0
     clipped_by = [clip.norm for clip in steps[0].all(Clip)]
     for event in steps[0].all(Collective):
-        for before, after in zip(event.before, event.after, strict=True):  # of tensors with one element
+        for before, after in zip(event.before, event.after, strict=True):  # of tensors with few elements
             for power, name in ((1, "norm"), (2, "squared norm")):
                 is_sum = all(math.isclose(one, norm**power, rel_tol=SAME) for one in (before, after / len(steps)))
                 is_used = any(one and math.isclose(one, abs(after) ** (1 / power), rel_tol=SAME) for one in clipped_by)

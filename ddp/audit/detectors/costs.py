@@ -21,7 +21,6 @@ def detect(trace: Trace) -> Findings:
                 "more-workers-than-cores",
                 loader,
                 f"{ranks} ranks have {loader.workers} loader workers each, and this machine has {cores} cores",
-                is_hint=True,
             )
             return
 
@@ -36,7 +35,6 @@ def _micro_steps(step: Step) -> Findings:
             "averages-each-micro-batch",
             forwards[-1],
             f"{most} micro-batches of one step average the gradients over the ranks, and one would do",
-            is_hint=True,
         )
     elif len(forwards) > 1 and forwards[-1].synchronizes_batchnorm:
-        yield Finding("syncbatchnorm-each-micro-batch", forwards[-1], is_hint=True)
+        yield Finding("syncbatchnorm-each-micro-batch", forwards[-1])

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from ddp.audit.detectors.replicas import differing
 from ddp.audit.finding import Finding, Findings
-from ddp.audit.trace import Epoch, Trace, epochs, together
+from ddp.audit.trace import Epoch, Trace, together
 from ddp.audit.watch.event_types import (
     Backward,
     Batch,
@@ -26,12 +26,11 @@ from ddp.audit.watch.event_types import (
 
 def detect(trace: Trace) -> Findings:
     first = trace.ranks[0]
-    training = {epoch.begin.iterator for epoch in epochs(first) if epoch.trains}
     latest: Event | None = None
     for event in first.all(Evaluation, Batch, LoaderEnds):
         if not isinstance(event, Evaluation):
             latest = event
-        elif isinstance(latest, Batch) and latest.iterator in training:
+        elif isinstance(latest, Batch) and latest.iterator in first.iterators:
             continue  # a part of a training step, such as a teacher's pass
         elif event.training and event.random:
             yield Finding(
@@ -56,7 +55,6 @@ def detect(trace: Trace) -> Findings:
             break
     for of_ranks in trace.epochs(train=False):
         yield from _samples(of_ranks)
-    yield from _left_out(trace)
     yield from _trained_on(trace)
     yield from _changed(trace)
 
@@ -71,12 +69,16 @@ def _samples(of_ranks: Sequence[Epoch]) -> Findings:
     are_same = min(samples) == max(samples)
     sent = {event.name for event in first.after if isinstance(event, Collective)} - {"barrier", "monitored_barrier"}
     is_counted = total > covered and sent & {"all_reduce", "reduce"}  # what is gathered may be cut to the right length
-    if is_counted and not are_same and all(epoch.samples and epoch.ended for epoch in of_ranks):
+    is_divided = not are_same and all(epoch.samples and epoch.ended for epoch in of_ranks)
+    if is_counted and is_divided:
         yield Finding(
             "evaluation-counts-twice",
             begin,
             f"the evaluation counts {total} samples, of which {covered} are different: {begin.sampler} gives some to several ranks",
         )
+    if sent and is_divided and {epoch.begin.length for epoch in of_ranks} == {begin.length} and covered < begin.length:
+        text = f"{begin.length - covered} of {begin.length} samples are left out of the evaluation"
+        yield Finding("evaluation-leaves-out", begin, text)
     if not part or begin.length in (0, part) or not first.ended:
         return
     if are_same and sent:
@@ -94,27 +96,14 @@ def _samples(of_ranks: Sequence[Epoch]) -> Findings:
         )
 
 
-def _left_out(trace: Trace) -> Findings:
-    for of_ranks in trace.epochs(train=False):
-        begin, samples = of_ranks[0].begin, [epoch.samples for epoch in of_ranks]
-        is_whole = all(samples) and all(epoch.ended and epoch.begin.length == begin.length for epoch in of_ranks)
-        missing = begin.length - len(set(itertools.chain(*samples)))
-        is_reduced = any(isinstance(event, Collective) for event in of_ranks[0].after)
-        if is_whole and is_reduced and missing > 0 and min(samples) < max(samples):
-            text = f"{missing} of {begin.length} samples are left out of the evaluation"
-            yield Finding("evaluation-leaves-out", begin, text)
-            return
-
-
 def _trained_on(trace: Trace) -> Findings:
     """Samples of the set on which training has gone on before. Rows are compared, since each data set has numbers of its own."""
     trained = dict[int, set[int]]()
     for rank in trace.ranks:
-        for epoch in epochs(rank):
-            if epoch.trains:
-                trained.setdefault(epoch.begin.dataset, set()).update(epoch.rows)
+        for epoch in rank.training:
+            trained.setdefault(epoch.begin.dataset, set()).update(epoch.rows)
     latest: int | None = None
-    for epoch in epochs(trace.ranks[0]):
+    for epoch in trace.ranks[0].epochs:
         rows = set(epoch.rows)
         if epoch.trains:
             latest = epoch.begin.dataset
@@ -129,12 +118,11 @@ def _changed(trace: Trace) -> Findings:
     if any(differing(steps, Stepped) for steps in trace.steps()):
         return  # ranks that go on alone, and are averaged from time to time
     first = trace.ranks[0]
-    training = {epoch.begin.iterator for epoch in epochs(first) if epoch.trains}
     latest: dict[tuple[str, ...], Checksums] = {}
     evaluation: Event | None = None
     changed: list[BeforeStep] = []
     for event in first.events:
-        if isinstance(event, LoaderBegins) and event.iterator not in training and event.evaluates:
+        if isinstance(event, LoaderBegins) and event.iterator not in first.iterators and event.evaluates:
             evaluation = event
         elif isinstance(event, Load):
             return

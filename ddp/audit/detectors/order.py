@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 from ddp.audit.finding import Finding, Findings
-from ddp.audit.trace import RankTrace, Trace, epochs
+from ddp.audit.trace import RankTrace, Trace
 from ddp.audit.watch.event_types import LoaderEnds
 
 
 def detect(trace: Trace) -> Findings:
     first = trace.ranks[0]
     yield from _leftover(first)
-    training = [epoch for epoch in epochs(first) if epoch.trains]
-    orders = [(epoch.begin.dataset, epoch.samples) for epoch in training]
+    orders = [(epoch.begin.dataset, epoch.samples) for epoch in first.training]
     for number, (data, samples) in enumerate(orders):
         before = orders.index((data, samples))
         if before == number or samples == sorted(samples):
             continue
         yield Finding(
             "same-order",
-            training[number].begin,
+            first.training[number].begin,
             f"epoch {number} gives the {len(samples)} samples in the same order as epoch {before}",
             0,
         )

@@ -58,7 +58,6 @@ def _forward_passes(trace: Trace) -> Findings:
             "same-dropout",
             passes[0][0],
             f"all ranks draw the same random numbers in all of {len(passes)} forward passes, so dropout drops the same units",
-            is_hint=True,
         )
     drawn: dict[int | None, Forward] = {}
     for event, *_ in passes:

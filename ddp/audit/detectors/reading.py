@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -78,8 +79,9 @@ def detect(trace: Trace) -> Findings:
     """In the files of the script in which something happens."""
     files = {event.where.rpartition(":")[0] for step in trace.ranks[0].steps for event in step.events}
     for file in sorted(files):
-        for name, line in read(Path(file).read_text()):
-            yield Finding(name, Event(where=f"{file}:{line}"))
+        with contextlib.suppress(OSError, UnicodeDecodeError, SyntaxError):
+            for name, line in read(Path(file).read_text()):
+                yield Finding(name, Event(where=f"{file}:{line}"))
 
 
 def read(source: str) -> Iterator[tuple[str, int]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from ddp.audit.finding import Finding, Findings
-from ddp.audit.trace import Trace, epochs, together
+from ddp.audit.trace import Trace, together
 from ddp.audit.watch.event_types import Average, AverageMade, LoaderBegins, Schedule, ScheduleMade
 
 LONG = 10  # optimizer steps of a script without loaders
@@ -26,7 +26,7 @@ def detect(trace: Trace) -> Findings:
             break
     loaders = first.all(LoaderBegins)
     # A schedule would have been stepped by now.
-    is_long = sum(epoch.trains for epoch in epochs(first)) > 1 or (not loaders and len(first.steps) >= LONG)
+    is_long = len(first.training) > 1 or (not loaders and len(first.steps) >= LONG)
     stepped = {event.optimizer for event in first.all(Schedule, Average)}
     for event in first.all(ScheduleMade, AverageMade):
         if is_long and event.optimizer not in stepped:
@@ -34,8 +34,7 @@ def detect(trace: Trace) -> Findings:
                 "schedule-never-stepped" if isinstance(event, ScheduleMade) else "average-never-updated",
                 event,
                 f"neither this {event.name} nor another of its optimizer is ever stepped or updated",
-                # It may be meant for later than this run ends.
-                is_hint=isinstance(event, AverageMade) or not loaders,
+                is_hint=not loaders,  # it may be meant for later than this run ends
             )
     for events in together(trace.ranks, Schedule):
         metrics = [event.metric for event in events]

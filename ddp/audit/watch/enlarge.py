@@ -37,7 +37,7 @@ def _enlarge(initialize: Any) -> Any:
 
 def _size(size: int) -> int:
     """A loader that a library makes anew has the larger size already, and so has one whose script divides a global batch."""
-    return int(size * FACTOR) if size in SIZES.get(where(), ()) else size
+    return size * FACTOR if size in SIZES.get(where(), ()) else size
 
 
 if FACTOR > 1:

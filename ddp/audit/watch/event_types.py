@@ -174,10 +174,9 @@ class Local(Event):
 
 
 class Backward(Event):
-    """A backward pass has ended. All but ``norm`` and ``loss`` are empty if the step is not looked at closely.
+    """A backward pass has ended. All but ``loss`` are empty, or None, if the step is not looked at closely.
 
     :ivar loss: from which it began
-
     :ivar before: ``.grad`` before it
     :ivar computed: the gradients that this rank computed by itself
     :ivar norm: of all gradients together, after it; None if there are none
@@ -444,7 +443,7 @@ class Save(File):
     """torch.save has ended.
 
     :ivar live: whether it held parameters that a step may change meanwhile
-    :ivar states: the kinds of state in it: model, optimizer, scaler, schedule, progress
+    :ivar states: the kinds of state in it: model, optimizer
     :ivar checksums: of its tensors
     """
 
@@ -459,7 +458,3 @@ class Load(File):
 
 class Rename(File):
     """A file gets this name."""
-
-
-class Write(File):
-    """A file is opened to be written, by whichever function."""

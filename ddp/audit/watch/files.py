@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import tempfile
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -13,13 +12,11 @@ import torch
 from torch import Tensor
 
 from . import events
-from .event_types import Load, Rename, Save, Write
+from .event_types import Load, Rename, Save
 from .events import Call, Look, emit, watch, where
 from .tensors import are_parameters, checksum, find_tensors, walk
 
-_TEMPORARY = os.path.realpath(tempfile.gettempdir())  # where libraries write files of their own
 _CACHES = ("<frozen", os.path.dirname(torch.__file__))  # imports and torch.compile rename what they cache
-PROGRESS = ("ep", "iter", "batch")  # epoch, ep, step, global_step, ...
 
 
 @watch(torch, "save")
@@ -52,13 +49,9 @@ def start(call: Call) -> Look:
 
 
 def _on_audit_event(event: str, args: tuple[Any, ...]) -> None:
-    """Python tells of every file that is opened or renamed, by whichever function."""
+    """Python tells of every file that is renamed, by whichever function."""
     if event == "os.rename" and not sys._getframe(1).f_code.co_filename.startswith(_CACHES):
         emit(Rename(path=_path(args[1])))
-    elif event == "open" and isinstance(args[0], str) and args[2] & (os.O_WRONLY | os.O_RDWR):
-        path = os.path.realpath(args[0])
-        if os.path.dirname(path) != _TEMPORARY and not path.startswith((os.fspath(events.directory), "/dev/")):
-            emit(Write(path=path))
 
 
 def _path(f: Any) -> str | None:
@@ -68,26 +61,14 @@ def _path(f: Any) -> str | None:
 
 def _states(obj: Any) -> Iterator[str]:
     """Which kinds of state an object has, by the keys by which torch's own states are known."""
-    if isinstance(obj, (list, tuple)) and any(isinstance(one, int) for one in obj):
-        yield "progress"
     for path, value in walk(obj):
         if not isinstance(value, dict):
             continue
-        keys = set(value)
-        if {"state", "param_groups"} <= keys:
+        if {"state", "param_groups"} <= value.keys():
             yield "optimizer"
-        if {"scale", "growth_factor"} <= keys:
-            yield "scaler"
-        is_schedule = {"last_epoch", "_last_lr"} <= keys
-        if is_schedule:
-            yield "schedule"
         has_weights = any(isinstance(one, Tensor) and one.is_floating_point() for one in value.values())
         if has_weights and "state" not in path[:-1]:  # those of an optimizer are below state and a number
             yield "model"
-        of_torch = is_schedule or keys & {"growth_factor", "param_groups", "exp_avg"} or "param_groups" in path
-        names = [key.lower() for key, one in value.items() if isinstance(key, str) and isinstance(one, int)]
-        if not of_torch and any(word in name for name in names for word in PROGRESS):
-            yield "progress"
 
 
 sys.addaudithook(_on_audit_event)

@@ -77,8 +77,8 @@ def _emit_local(why: str) -> None:
 
 @quiet()
 def _weighted(reduction: str, event: Loss, value: Tensor, factor: Tensor) -> None:
-    share = (factor.detach().double() * value).sum().item()
     factors = factor.detach().double()
+    share = (factors * value).sum().item()
     factors = factors[factors != 0]  # a term that is masked has no weight
     if factors.numel() and factors.abs().max() > (1 + SAME) * factors.abs().min():
         return  # terms of different weights by design, such as a mean of sequences' means

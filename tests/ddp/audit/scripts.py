@@ -574,6 +574,12 @@ class Gather(torch.autograd.Function):
 def loss_of(logits, target):
     return F.binary_cross_entropy_with_logits(logits, torch.full_like(logits, target))
 
+def batches():
+    sampler = DistributedSampler(data)
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        yield from DataLoader(data, 8, sampler=sampler)
+
 def number(value):
     parts = [torch.empty(()) for _ in range(ranks)]
     dist.all_gather(parts, value)
@@ -586,6 +592,12 @@ data = Rows()
 torch.manual_seed(1 + rank)
 """
 )
+PARTS = """
+torch.manual_seed(0)
+model = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 2)))
+parts = [list(part.parameters()) for part in model.module]
+optimizers = [torch.optim.SGD(part, lr=0.1) for part in parts]
+"""
 # Right ones, in which things are told apart by what they are.
 IDENTITIES = {
     "folds, of which rank 0 looks at a batch": """
@@ -614,72 +626,54 @@ makes = DistributedDataParallel(torch.nn.Linear(4, 8))
 judges = DistributedDataParallel(torch.nn.Linear(8, 1))
 one, other = (torch.optim.Adam(net.parameters(), lr=0.01) for net in (makes, judges))
 torch.manual_seed(1 + rank)
-sampler = DistributedSampler(data)
-for epoch in range(2):
-    sampler.set_epoch(epoch)
-    for batch in DataLoader(data, 8, sampler=sampler):
-        other.zero_grad()
-        loss_of(judges(batch["inputs"]), 1.0).backward()
-        made = makes(torch.randn(8, 4))
-        loss_of(judges(made.detach()), 0.0).backward()
-        other.step()
-        one.zero_grad()
-        loss_of(judges(made), 1.0).backward()
-        one.step()
+for batch in batches():
+    other.zero_grad()
+    loss_of(judges(batch["inputs"]), 1.0).backward()
+    made = makes(torch.randn(8, 4))
+    loss_of(judges(made.detach()), 0.0).backward()
+    other.step()
+    one.zero_grad()
+    loss_of(judges(made), 1.0).backward()
+    one.step()
 """,
-    "two optimizers of one network": """
-torch.manual_seed(0)
-model = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 2)))
-parts = [list(part.parameters()) for part in model.module]
-optimizers = [torch.optim.SGD(part, lr=0.1) for part in parts]
-sampler = DistributedSampler(data)
-for epoch in range(2):
-    sampler.set_epoch(epoch)
-    for batch in DataLoader(data, 8, sampler=sampler):
-        model.zero_grad()
-        F.cross_entropy(model(batch["inputs"]), batch["label"]).backward()
-        for part, optimizer in zip(parts, optimizers):
-            torch.nn.utils.clip_grad_norm_(part, 0.1)
-            optimizer.step()
+    "two optimizers of one network": PARTS
+    + """
+for batch in batches():
+    model.zero_grad()
+    F.cross_entropy(model(batch["inputs"]), batch["label"]).backward()
+    for part, optimizer in zip(parts, optimizers):
+        torch.nn.utils.clip_grad_norm_(part, 0.1)
+        optimizer.step()
 """,
-    "two optimizers of one network, with a scaler, and both clipped before both steps": """
-torch.manual_seed(0)
-model = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 2)))
-parts = [list(part.parameters()) for part in model.module]
-optimizers = [torch.optim.SGD(part, lr=0.1) for part in parts]
+    "two optimizers of one network, with a scaler, and both clipped before both steps": PARTS
+    + """
 scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
-sampler = DistributedSampler(data)
-for epoch in range(2):
-    sampler.set_epoch(epoch)
-    for batch in DataLoader(data, 8, sampler=sampler):
-        model.zero_grad()
-        scaler.scale(F.cross_entropy(model(batch["inputs"]), batch["label"])).backward()
-        for part, optimizer in zip(parts, optimizers):
-            scaler.unscale_(optimizer)
-            torch.nn.utils.clip_grad_norm_(part, 0.1)
-        for optimizer in optimizers:
-            scaler.step(optimizer)
-        scaler.update()
+for batch in batches():
+    model.zero_grad()
+    scaler.scale(F.cross_entropy(model(batch["inputs"]), batch["label"])).backward()
+    for part, optimizer in zip(parts, optimizers):
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(part, 0.1)
+    for optimizer in optimizers:
+        scaler.step(optimizer)
+    scaler.update()
 """,
     "an attack in each step, and a pass of a teacher": """
 torch.manual_seed(0)
 model = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Dropout(0.2), torch.nn.Linear(8, 2)))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 torch.manual_seed(1 + rank)
-sampler = DistributedSampler(data)
-for epoch in range(2):
-    sampler.set_epoch(epoch)
-    for batch in DataLoader(data, 8, sampler=sampler):
-        model.eval()
-        inputs = batch["inputs"].clone().requires_grad_()
-        F.cross_entropy(model(inputs), batch["label"]).backward()
-        model.train()
-        with torch.no_grad():
-            soft = model.module(batch["inputs"]).softmax(1)
-        optimizer.zero_grad()
-        logits = model(inputs.detach() + 0.1 * inputs.grad.sign())
-        (F.cross_entropy(logits, batch["label"]) + 0.1 * F.mse_loss(logits.softmax(1), soft)).backward()
-        optimizer.step()
+for batch in batches():
+    model.eval()
+    inputs = batch["inputs"].clone().requires_grad_()
+    F.cross_entropy(model(inputs), batch["label"]).backward()
+    model.train()
+    with torch.no_grad():
+        soft = model.module(batch["inputs"]).softmax(1)
+    optimizer.zero_grad()
+    logits = model(inputs.detach() + 0.1 * inputs.grad.sign())
+    (F.cross_entropy(logits, batch["label"]) + 0.1 * F.mse_loss(logits.softmax(1), soft)).backward()
+    optimizer.step()
 """,
     "tables that are divided, a gather with a backward pass of its own, and draws with replacement": """
 table = torch.nn.Linear(4, 8)  # another one on each rank
@@ -722,18 +716,15 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 if rank == 0:
     probe = torch.nn.Linear(2, 2)
     of_probe = torch.optim.SGD(probe.parameters(), lr=0.1)
-sampler = DistributedSampler(data)
-for epoch in range(2):
-    sampler.set_epoch(epoch)
-    for step, batch in enumerate(DataLoader(data, 8, sampler=sampler)):
-        optimizer.zero_grad()
-        logits = model(batch["inputs"])
-        F.cross_entropy(logits, batch["label"]).backward()
-        optimizer.step()
-        if rank == 0 and step % 2:
-            of_probe.zero_grad()
-            F.cross_entropy(probe(logits.detach()), batch["label"]).backward()
-            of_probe.step()
+for step, batch in enumerate(batches()):
+    optimizer.zero_grad()
+    logits = model(batch["inputs"])
+    F.cross_entropy(logits, batch["label"]).backward()
+    optimizer.step()
+    if rank == 0 and step % 2:
+        of_probe.zero_grad()
+        F.cross_entropy(probe(logits.detach()), batch["label"]).backward()
+        of_probe.step()
 """,
 }
 NEVER_CLEARED = """

@@ -63,7 +63,7 @@ def test_what_is_wrong_is_found(tmp_path: Path, name: str) -> None:
     said, source = scripts.WRONG[name]
     path = tmp_path / "script.py"
     path.write_text(f"{scripts.LOADERS}{source}\ndist.destroy_process_group()\n")
-    texts = [finding.text for finding in judge(tmp_path, path)]
+    texts = [finding.text for finding in judge(tmp_path, path, hint=said)]
     assert [said in text for text in texts] == [True], texts
 
 
@@ -118,10 +118,12 @@ def test_user_errors() -> None:
         (("--", "nowhere.py"), "nowhere.py: there is no such script"),
         (("--vary", "resume", *job), "--vary resume needs {run} among the script's arguments"),
         (("--vary", "micro-steps", *job), "--vary micro-steps needs --accumulation-flag"),
-        (("--vary", "ranks", "--batch-flag", "bs", *job), "--vary needs a --bs with a whole number among the script's"),
-        (("--vary", "ranks", "--batch-flag=--dropout", *job), "--vary needs a --dropout with a whole number"),
+        (("--vary", "ranks", "--batch-flag", "bs", *job), "there is no --bs with a whole number among the script's"),
+        (("--vary", "ranks", "--batch-flag=--dropout", *job), "there is no --dropout with a whole number"),
         (("--vary=ranks", "--batch-flag=batch-size", *job), "--batch-size 7 cannot be varied: 14 is no multiple of 3"),
         (("--vary", "everything", *job), "--vary"),
+        (("--ranks", "3", "--nodes", "2", *job), "--ranks 3 cannot be divided among --nodes 2"),
+        (("--nodes", "2", "--start", "python", *job), "--nodes 2 has agents of torchrun, which --start python"),
     ):
         done = audit(*arguments)
         assert done.returncode == 2

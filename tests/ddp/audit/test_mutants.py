@@ -11,7 +11,7 @@ import pytest
 
 from ddp.audit.detectors import find
 from ddp.audit.libraries.__main__ import EXAMPLES, FOLDER
-from ddp.audit.trace import Trace, epochs
+from ddp.audit.trace import Trace
 from ddp.audit.vary import RUN
 from ddp.audit.watch.event_types import Save
 from tests.ddp.audit.forked import watch
@@ -91,7 +91,7 @@ def summary(trace: Trace) -> str:
         [
             (
                 [step.after.parameters for step in rank.steps[-1:]],
-                [(epoch.trains, epoch.samples, epoch.rows) for epoch in epochs(rank)],
+                [(epoch.trains, epoch.samples, epoch.rows) for epoch in rank.epochs],
                 [(event.path, event.checksums) for event in rank.all(Save)],
             )
             for rank in trace.ranks

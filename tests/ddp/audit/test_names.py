@@ -11,6 +11,7 @@ import pytest
 
 import ddp.audit
 from common.errors import UsageError
+from common.foreign_script.run import Outcome
 from ddp.audit.finding import KINDS, PAGE, Finding
 from ddp.audit.judged import judged
 from ddp.audit.names import explain, is_ignored
@@ -147,6 +148,7 @@ def test_steps_that_cannot_be_judged_are_named(tmp_path: Path) -> None:
     ):
         path = tmp_path / "script.py"
         path.write_text(getattr(scripts, name))
-        lines, looked_at = judged(watch(tmp_path, [str(path)]))
+        why, lines, looked_at = judged(watch(tmp_path, [str(path)]), Outcome(0, 0.0, [], ""))
+        assert why is None
         assert lines == said
         assert seen in looked_at

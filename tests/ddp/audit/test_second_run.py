@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from common.errors import UsageError
-from common.foreign_script.start import command
+from ddp.audit.compare import Verdict
 from ddp.audit.detectors import find
 from ddp.audit.finding import Finding
 from ddp.audit.settle import settle
-from ddp.audit.vary import second, third, vary
+from ddp.audit.trace import RankTrace, Trace
+from ddp.audit.vary import Plan, Variation, second, third, vary
 from ddp.audit.watch.event_types import Event
 from tests.ddp.audit.forked import watch
+from tests.support.launch import run_command
 
 SCRIPT = """
 import torch
@@ -63,10 +66,24 @@ class Noisy(TensorDataset):
 np.random.seed(0)
 train, test = Noisy("""
 BEST = """
-    if rank == 0 and counts[1] < 21:
-        torch.save(network.state_dict(), __file__ + ".pt")
+    best, count = 21, counts[1].item()
     dist.all_reduce(counts)
+    if count < best:
+        if rank == 0:
+            torch.save(network.state_dict(), __file__ + ".pt")
 """
+STREAM = """
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        each = len(train) // ranks
+        return (train[i] for i in range(each * rank, each * (rank + 1)))
+
+loader = DataLoader(Stream(), 8)
+"""
+MEANS = (
+    "(model(xb).argmax(1) == yb).sum().item(), len(yb)",
+    "F.cross_entropy(model(xb), yb).item(), 1.0",
+)  # of batches
 OWN_BATCHES = "loader = DataLoader(train, batch_sampler=list(BatchSampler(sampler, 8, False)))"
 
 
@@ -107,7 +124,13 @@ def audited(folder: Path, *changes: tuple[str, str]) -> tuple[str, list[str], li
             "other numbers",
             ["evaluation-counts-twice", "vary-ranks"],
         ),
-        ([("    dist.all_reduce(counts)\n", BEST)], "steps [8, 16], and after [] on 1 rank", ["vary-ranks"]),
+        (
+            [("    dist.all_reduce(counts)\n", BEST)],
+            "steps [8, 16], and after [] on 1 rank",
+            ["saved-by-its-own-value"],
+        ),
+        ([("loader = DataLoader(train, 8, sampler=sampler)\n", STREAM)], "the batches come in another order", []),
+        ([("sampler=exact", "shuffle=False"), MEANS], "; 2 metrics are equal", []),
         ([("train, test = TensorDataset(", NOISY)], "samples are augmented", ["same-augmentation"]),
         ([("lr=0.1", "lr=0.1 * ranks")], "since the learning rate grows with the number of ranks", []),
         ([("Dropout(0.0)", "Dropout(0.1)"), ("manual_seed(1)", "manual_seed(rank)")], "Dropout differs by design", []),
@@ -141,6 +164,35 @@ def test_a_third_rank_tells_a_coefficient_from_a_division(tmp_path: Path) -> Non
         assert settle(finding, variations, base) is is_right
 
 
+LOCAL = ("= DistributedSampler(train)", '= DistributedSampler(train, ranks, int(os.environ["LOCAL_RANK"]))')
+PROVEN = (
+    ": samples-left-out: 64 of 128 samples are seen by no rank in epoch 0; on 1 rank with the batches of 2: epoch 0 has"
+)
+CLEARED = ": loss-divided-by-ranks was suspected, and the runs above clear it"
+
+
+@pytest.mark.examples
+@pytest.mark.parametrize(
+    ("flags", "change", "where", "name", "said"),
+    [
+        (("--nodes", "2"), LOCAL, "findings", "samples-left-out", PROVEN),
+        ((), ("loss.backward()", "(0.5 * loss).backward()"), "cleared", "loss-divided-by-ranks", CLEARED),
+    ],
+)
+def test_the_command_proves_or_clears(
+    tmp_path: Path, flags: tuple[str, ...], change: tuple[str, str], where: str, name: str, said: str
+) -> None:
+    """On two nodes, each rank has the local rank 0."""
+    path, found = tmp_path / "script.py", tmp_path / "found.json"
+    path.write_text("import os\n" + SCRIPT.replace(*change))
+    done = run_command("ddp.audit", "--device=cpu", *flags, "--json", str(found), "--", str(path), timeout_s=240.0)
+    assert done.returncode == (where == "findings"), done.stdout + done.stderr
+    assert said in done.stdout
+    assert "not settled" not in done.stdout
+    (finding,) = (one for one in json.loads(found.read_text())[where] if one["name"] == name)
+    assert (finding["is_wrong"], bool(finding["proof"]), finding["unsettled"]) == (done.returncode, done.returncode, "")
+
+
 def test_a_suspicion_is_a_hint_until_a_run_proves_it() -> None:
     finding = Finding("samples-left-out", Event(where="x.py:1"), unsettled="there was no second run")
     assert str(finding).startswith("x.py:1: hint: samples-left-out: samples are seen by no rank in an epoch (step 0).")
@@ -150,7 +202,32 @@ def test_a_suspicion_is_a_hint_until_a_run_proves_it() -> None:
     assert str(finding).startswith("x.py:1: samples-left-out: ")
 
 
-def test_each_node_has_an_agent() -> None:
-    agents, *rest = command(["train.py", "--x"], 4, "auto", nodes=2)
-    assert Path(agents).name == "agents.py"
-    assert rest == ["2", "2", "train.py", "--x"]
+def _variation(kind: str, verdict: Verdict) -> Variation:
+    run = Plan(kind, "on a rank", [], 1, lambda *_: verdict)
+    return Variation(run, run.what, verdict.text, verdict=verdict)
+
+
+def test_a_run_settles_what_it_compares_and_nothing_else() -> None:
+    """One that repeats settles no suspicion, and one that proves it wins over one in which it does not show."""
+    base = Trace([RankTrace([], rank, []) for rank in range(2)], [], {})
+    repeated, equal = (_variation(kind, Verdict("equal", samples=True, numbers=True)) for kind in ("repeat", "ranks"))
+    third_run, other = _variation("third", Verdict("", numbers=True)), _variation("ranks", Verdict("", samples=False))
+    open_one = _variation("ranks", Verdict("in another order"))
+    finding = Finding("samples-left-out", Event(where="x.py:1"))
+    for runs, is_right, unsettled in (
+        ([repeated], None, ""),
+        ([third_run], None, ""),
+        ([open_one, repeated], None, "on a rank: in another order"),
+        ([open_one, equal], False, ""),
+        ([equal, other], True, ""),
+    ):
+        assert settle(finding, runs, base) is is_right
+        assert finding.unsettled == unsettled
+    assert settle(Finding("loss-divided-by-ranks", Event()), [third_run], base) is False
+
+
+def test_a_script_that_trains_on_no_loader_has_no_batches_that_grow() -> None:
+    base = Trace([RankTrace([], rank, []) for rank in range(2)], [], {})
+    with pytest.raises(UsageError, match="trains on no DataLoader"):
+        second(["x.py"], 2, None, base)
+    assert second(["x.py", "--batch", "4"], 2, "--batch", base).script == ["x.py", "--batch", "8"]
