@@ -19,13 +19,16 @@ _LIBRARIES = {Path(sysconfig.get_path("stdlib")).resolve(), _DOCTOR, _DOCTOR.par
 _PACKAGES = ("site-packages", "dist-packages")
 
 _directory = os.environ.get(DIRECTORY_VARIABLE)  # of the events of all processes; None while nothing is watched
+_files: dict[str, int] = {}
 
 
 def begin(directory: str | None) -> None:
     """Write events into another directory from now on; with None, none."""
     global _directory
     _directory = directory
-    file_of.cache_clear()
+    for file in _files.values():
+        os.close(file)
+    _files.clear()
 
 
 def watched() -> bool:
@@ -38,16 +41,17 @@ def path_of(suffix: str) -> str:
     return f"{_directory}/{os.getpid()}.{suffix}"
 
 
-@functools.cache
 def file_of(suffix: str) -> int:
     """A file of this process, which a forked one does not share."""
-    return os.open(path_of(suffix), os.O_CREAT | os.O_RDWR, 0o600)
+    if suffix not in _files:
+        _files[suffix] = os.open(path_of(suffix), os.O_CREAT | os.O_RDWR, 0o600)
+    return _files[suffix]
 
 
 def emit(kind: str, **fields: Any) -> None:
     """Write an event at once, since a process may be killed."""
     if watched():
-        os.write(file_of("events"), json.dumps({"kind": kind, **fields}).encode() + b"\n")
+        os.write(file_of("events"), json.dumps({"kind": kind, **fields}, default=str).encode() + b"\n")
 
 
 def frames(frame: FrameType | None) -> Iterator[FrameType]:
@@ -99,4 +103,4 @@ def replace(owner: Any, name: str) -> Callable[[Callable[..., Any]], Callable[..
     return decorate
 
 
-os.register_at_fork(after_in_child=file_of.cache_clear)
+os.register_at_fork(after_in_child=_files.clear)
