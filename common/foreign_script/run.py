@@ -91,8 +91,10 @@ def run(
 
 def _stacks(notes: Path) -> list[str]:
     """Where each process is, as it writes on a signal."""
-    for path in notes.glob("*.stack"):
+    paths = list(notes.glob("*.stack"))
+    for path in paths:
         with contextlib.suppress(ProcessLookupError):
             os.kill(int(path.stem), signal.SIGUSR2)
-    time.sleep(STACKS_S)
-    return sorted(path.read_text() for path in notes.glob("*.stack"))
+    if paths:
+        time.sleep(STACKS_S)
+    return sorted(path.read_text() for path in paths)

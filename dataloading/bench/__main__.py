@@ -4,7 +4,6 @@
     python -m dataloading.bench --workers 0,2,4 --loader stock,fast --batch-size 32,64
     python -m dataloading.bench --path-to-folder ~/photos --image-size 224
     python -m dataloading.bench --start-method fork,forkserver,spawn,threads
-    python -m dataloading.bench --dataset mydata:Boxes --dataset-args '{"root": "data"}' --collate-fn mydata:collate
 
 Each axis takes a list, and all combinations are tried. A round runs every setting once, so that a slow moment of the machine
 affects all settings. The start of the workers is timed apart from the steady run. Without a folder, the benchmark uses drawn
@@ -15,7 +14,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
 import os
 import statistics
 from collections.abc import Callable, Sequence
@@ -35,16 +33,17 @@ from common.data.loaders import loader_errors
 from common.errors import UsageError
 from common.machine import usable_cores
 from dataloading.bench import start_methods
-from dataloading.bench.settings import LOADERS, Library, OwnLibrary, Setting, varying
-from dataloading.bench.stages import measure_own_stages, measure_stages
+from dataloading.bench.settings import LOADERS, Library, Setting, varying
+from dataloading.bench.stages import measure_stages
 from dataloading.bench.start_once import METHODS
 from dataloading.bench.sweep import LoadingMeasurement, measure
 from dataloading.bench.verdict import changes, explain, recommend
 from dataloading.dataset.augmentation import AUGMENTATIONS
 from dataloading.dataset.decoders import get_decoder
+from dataloading.loader.stock_loader import worker_numbers
 from dataloading.synthetic import face_cache
 
-ONLY_IMAGES = ("path_to_folder", "loader", "augmentation", "decoder", "latency_ms", "image_size")
+FOR_START_METHODS = ("start_method", "path_to_folder", "workers", "repeats", "output")
 
 
 @dataclass(frozen=True)
@@ -52,11 +51,7 @@ class LoadingBenchConfig:
     """Settings of ``dataloading.bench``. A field that is a list is an axis of the sweep."""
 
     path_to_folder: str | None = option(None, "folder of the JPEG files (default: drawn faces)")
-    dataset: str | None = option(
-        None, "a data set of your own, package.module:Class, imported from the current directory"
-    )
-    dataset_args: str = option("{}", "its keyword arguments, as JSON")
-    collate_fn: str | None = option(None, "its collate function, package.module:function (default: torch's)")
+    dataset: str | None = option(None, "refused: python -m dataloading.doctor times your own data set")
     workers: tuple[int, ...] | None = option(
         None, "processes or threads (default: up to the cores and 2 more)", minimum=0
     )
@@ -76,35 +71,23 @@ class LoadingBenchConfig:
     def __post_init__(self) -> None:
         for name in self.decoder:
             get_decoder(name)
-        self.own_arguments()
-        for name in ONLY_IMAGES if self.dataset else ():
-            value = getattr(self, name)
-            if value != type(self).__dataclass_fields__[name].default:
-                shown = ",".join(value) if isinstance(value, tuple) else value
-                raise UsageError(
-                    f"{flag_of(name)} {shown} is for folders of images, and not for --dataset {self.dataset}"
-                )
-
-    @property
-    def unit(self) -> str:
-        return "samples" if self.dataset else "images"
-
-    def own_arguments(self) -> dict[str, Any]:
-        """The keyword arguments of ``--dataset``."""
-        try:
-            arguments = json.loads(self.dataset_args)
-        except json.JSONDecodeError as error:
-            raise UsageError(f"--dataset-args {self.dataset_args} is no JSON: {error}") from None
-        if not isinstance(arguments, dict):
-            raise UsageError(f"--dataset-args {self.dataset_args} is no object: give '{{\"name\": value, ...}}'")
-        return arguments
+        if self.dataset:
+            raise UsageError(
+                f"--dataset {self.dataset}: the bench times folders of images: python -m dataloading.doctor -- train.py, or "
+                "dataloading.doctor.diagnose(loader), does so for your own data set"
+            )
+        for field in dataclasses.fields(self) if self.start_method else ():
+            if field.name not in FOR_START_METHODS and getattr(self, field.name) != field.default:
+                raise UsageError(f"{flag_of(field.name)} has no meaning with --start-method: leave it out")
+        if self.start_method and self.workers and (len(self.workers) > 1 or not self.workers[0]):
+            shown = ",".join(map(str, self.workers))
+            raise UsageError(f"--workers {shown}: --start-method takes one number, which is at least 1")
 
     def settings(self) -> list[Setting]:
         """All combinations of the axes, without equivalent ones."""
-        most = usable_cores() + 2
         axes: dict[str, Sequence[Any]] = {
             "loader": self.loader,
-            "workers": self.workers or [n for n in range(most + 1) if n <= 4 or n == most or n & (n - 1) == 0],
+            "workers": self.workers or worker_numbers(usable_cores() + 2, every_to=4),
             "batch_size": self.batch_size,
             "prefetch_factor": self.prefetch_factor,
             "decoder": self.decoder,
@@ -126,11 +109,7 @@ def run(config: LoadingBenchConfig) -> Any:
         workers = config.workers[0] if config.workers else usable_cores()
         return start_methods.measure(config.start_method, workers, config.repeats, _folder(config))
     with loader_errors(), Rounds(2 * (config.repeats + 1)) as progress:
-        library: Library | OwnLibrary
-        if config.dataset:
-            library = OwnLibrary(config.dataset, config.own_arguments(), config.collate_fn)
-        else:
-            library = Library(_folder(config), config.image_size)
+        library = Library(_folder(config), config.image_size)
 
         def measure_all(settings: list[Setting]) -> list[LoadingMeasurement]:
             return measure(
@@ -170,7 +149,7 @@ class LoadingVerdict:
 
 
 def judge(
-    library: Library | OwnLibrary,
+    library: Library,
     sweep: list[LoadingMeasurement],
     measure_all: Callable[[list[Setting]], list[LoadingMeasurement]],
     others: OtherWork,
@@ -183,21 +162,16 @@ def judge(
     chosen = recommend(sweep)
     with_workers = recommend([measured for measured in sweep if measured.setting.workers] or sweep)
     dataset = library.dataset(with_workers.setting)
-    if isinstance(library, OwnLibrary):
-        costs = measure_own_stages(dataset, with_workers.setting, library.collate)
-    else:
-        costs = measure_stages(dataset, with_workers.setting)
-    unit = "samples" if isinstance(library, OwnLibrary) else "images"
-    lines = [f"best setting: {chosen.setting.label(axes)}, {chosen.images_per_s:,.0f} {unit}/s"]
+    costs = measure_stages(dataset, with_workers.setting)
+    lines = [f"best setting: {chosen.setting.label(axes)}, {chosen.images_per_s:,.0f} images/s"]
     if chosen.setting.workers == 0 < with_workers.setting.workers:
         lines.append(
             "but in training, the main process loads only while it does not train; with workers, the best is "
-            f"{with_workers.setting.label(axes)}, {with_workers.images_per_s:,.0f} {unit}/s"
+            f"{with_workers.setting.label(axes)}, {with_workers.images_per_s:,.0f} images/s"
         )
     tried = []
     if not (doubt := others.doubt()):
-        alternatives = changes(with_workers.setting, usable_cores(), isinstance(library, OwnLibrary))
-        tried = measure_all([with_workers.setting, *alternatives])
+        tried = measure_all([with_workers.setting, *changes(with_workers.setting, usable_cores())])
         lines += explain(tried[0], tried[1:], len(dataset))
         doubt = others.doubt()
     if doubt:
@@ -221,16 +195,13 @@ def report(config: LoadingBenchConfig, measured: Any) -> str:
         "settings": [{**dataclasses.asdict(m), "images_per_s": m.images_per_s} for m in sweep],
         "verdict": verdict and dataclasses.asdict(verdict),
     }
-    source = config.dataset or config.path_to_folder or face_cache.TITLE
+    source = config.path_to_folder or face_cache.TITLE
     title = f"{source}, {config.repeats} runs of {config.batches} batches each"
     x_title, x_values, curves = _curves(sweep, axes)
-    plot_sweep(config.output / "sweep.png", x_title, x_values, {"": curves}, title=title, unit=config.unit)
+    plot_sweep(config.output / "sweep.png", x_title, x_values, {"": curves}, title=title)
     lines = _table(sweep, axes, config)
     if verdict:
-        lines += [
-            "",
-            f"{'a sample' if config.dataset else 'an image'} costs one worker, with {verdict.explained.label(axes)}:",
-        ]
+        lines += ["", f"an image costs one worker, with {verdict.explained.label(axes)}:"]
         lines += [*_stage_table(verdict.stage_costs), "", *verdict.lines]
     if torch.cuda.is_available():
         lines.append("(every batch was copied to the GPU, which the stages of an image do not show)")
@@ -259,7 +230,7 @@ def _curves(
 
 def _table(sweep: list[LoadingMeasurement], axes: list[str], config: LoadingBenchConfig) -> list[str]:
     width = max(len(measured.setting.label(axes)) for measured in sweep)
-    heading = f"{'':>{width}}   first batch   {config.batches:5} more batches [quartiles]   {config.unit}/s"
+    heading = f"{'':>{width}}   first batch   {config.batches:5} more batches [quartiles]   images/s"
     return [
         heading,
         *(

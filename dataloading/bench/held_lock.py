@@ -3,7 +3,7 @@
     python -m dataloading.bench.held_lock fork 1000
 
 A fork copies the locks of the process and of its threads only the one that forks. If another thread holds a lock at that
-moment, nobody will ever release the copy of it. Nothing heavy is imported here, so that spawned workers are light.
+moment, the copy is never released. Nothing heavy is imported here, so that spawned workers are light.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def count_hanging(method: str, starts: int, wait_s: float = WAIT_S) -> int:
 
     :param method: of multiprocessing, or ``threads``
     """
-    context: Any = threading if method == "threads" else multiprocessing.get_context(method.partition("-")[0])
+    context: Any = threading if method == "threads" else multiprocessing.get_context(method)
     make = context.Thread if method == "threads" else context.Process
     workers = [make(target=take_the_lock, daemon=True) for _ in range(starts)]
     for worker in workers:

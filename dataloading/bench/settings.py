@@ -5,15 +5,12 @@ from __future__ import annotations
 import dataclasses
 import math
 import random
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, RandomSampler, default_collate
 
-from common.command_line.functions import import_function
-from common.errors import UsageError
 from dataloading.dataset.augmentation import course_transform
 from dataloading.dataset.batches import ImageBatches, ThreadedFetch, collate
 from dataloading.dataset.image_files import ImageFiles
@@ -116,9 +113,22 @@ class Library:
         sampler = ShuffledSampler(len(dataset), length=batches * setting.batch_size)
         if setting.loader == "stock":
             fetched = ThreadedFetch(dataset, setting.fetch_threads) if setting.fetch_threads > 1 else dataset
-            size = setting.batch_size * FLOAT_BYTES * math.prod(dataset.image_shape())
-            pinned = self.device.type == "cuda"
-            return _stock(setting, fetched, sampler, collate, pin_memory=pinned, batch_bytes=size)
+            for_workers: dict[str, Any] = {}
+            if setting.workers:
+                for_workers = {
+                    "prefetch_factor": setting.prefetch_factor,
+                    "persistent_workers": setting.persistent_workers,
+                }
+            return stock_loader(
+                fetched,
+                setting.workers,
+                batch_bytes=setting.batch_size * FLOAT_BYTES * math.prod(dataset.image_shape()),
+                batch_size=setting.batch_size,
+                sampler=sampler,
+                collate_fn=collate,
+                pin_memory=self.device.type == "cuda",
+                **for_workers,
+            )
         return FastLoader(
             ImageBatches(dataset),
             batch_sampler=ShuffledBatches(sampler, setting.batch_size),
@@ -126,76 +136,6 @@ class Library:
             prefetch_batches=max(2, setting.prefetch_factor * setting.workers),
             device=self.device,
         )
-
-
-class OwnLibrary:
-    """Loaders over somebody's own data set, see ``--dataset``.
-
-    :param name: ``module:Class``, or a function that makes a data set
-    :param arguments: keyword arguments to call it with
-    :param collate_name: ``module:function``; without one, torch's
-    :raises UsageError: when it cannot be imported or called, or gives no map-style data set
-    :raises RuntimeError: from the error that it raises itself
-    """
-
-    def __init__(self, name: str, arguments: Mapping[str, Any], collate_name: str | None = None) -> None:
-        flag = f"--dataset {name}"
-        make = import_function(
-            "--dataset", name, "Class(**arguments), which --dataset-args '{\"name\": value}' gives,", keywords=arguments
-        )
-        try:
-            self._dataset = make(**arguments)
-        except UsageError:
-            raise
-        except Exception as error:
-            raise RuntimeError(f"{flag} failed: {type(error).__name__}: {error}") from error
-        if not hasattr(self._dataset, "__len__") or not hasattr(self._dataset, "__getitem__"):
-            kind = type(self._dataset).__name__
-            raise UsageError(
-                f"{flag} gives a {kind} without a length or without indices: python -m dataloading.doctor tells what the loader "
-                "of a whole script does"
-            )
-        self.collate = default_collate
-        if collate_name:
-            self.collate = import_function("--collate-fn", collate_name, "collate(samples) -> batch", ([],))
-        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-    def dataset(self, setting: Setting) -> Any:
-        """The data set, its samples fetched in threads if the setting says so."""
-        return ThreadedFetch(self._dataset, setting.fetch_threads) if setting.fetch_threads > 1 else self._dataset
-
-    def loader(self, setting: Setting, batches: int) -> Iterable[Any]:
-        """A loader of this many batches, which repeats the samples if there are too few."""
-        dataset, pin_memory = self.dataset(setting), self.device.type == "cuda"
-        sampler = RandomSampler(dataset, num_samples=batches * setting.batch_size)
-        return _stock(setting, dataset, sampler, self.collate, pin_memory=pin_memory)
-
-
-def _stock(
-    setting: Setting,
-    dataset: Any,
-    sampler: Iterable[Any],
-    collate: Callable[[list[Any]], Any],
-    *,
-    pin_memory: bool,
-    batch_bytes: int = 0,
-) -> DataLoader[Any]:
-    workers: dict[str, Any] = {}
-    if setting.workers:
-        workers = {
-            "prefetch_factor": setting.prefetch_factor,
-            "persistent_workers": setting.persistent_workers,
-        }
-    return stock_loader(
-        dataset,
-        setting.workers,
-        batch_bytes=batch_bytes,
-        batch_size=setting.batch_size,
-        sampler=sampler,
-        collate_fn=collate,
-        pin_memory=pin_memory,
-        **workers,
-    )
 
 
 class Listed:

@@ -1,7 +1,7 @@
 """The time of one image, stage by stage, and of sending a batch to the main process.
 
-Files of images say themselves when a stage begins and ends (``ImageFiles.span``), in one process without other work. Of somebody's own
-data set, a sample is one stage; ``python -m dataloading.doctor`` looks into it, line by line.
+Files of images say themselves when a stage begins and ends (``ImageFiles.span``), in one process without other work.
+``python -m dataloading.doctor`` looks into anybody's data set, line by line.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -71,36 +71,7 @@ def measure_stages(dataset: ImageFiles, setting: Setting) -> dict[str, float]:
     torch.set_num_threads(threads)
     costs = {name: seconds / len(samples) for name, seconds in stage.seconds.items()}
     if items and setting.workers:
-        costs["IPC"] = max(0.0, _send(items, collate) - costs["collate"])
-    return costs
-
-
-def measure_own_stages(dataset: Any, setting: Setting, collate: Callable[[list[Any]], Any]) -> dict[str, float]:
-    """The same of somebody's own data set: how long a sample takes, collating, and sending batches from a worker.
-
-    :returns: seconds per sample of each stage
-    """
-    rng, stage = np.random.default_rng(0), StageSeconds()
-    batches = max(1, SLOW_SAMPLES // setting.batch_size)
-    samples = rng.integers(len(dataset), size=(batches + 1, setting.batch_size)).tolist()
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # as in a worker
-    items: list[Any] = []
-    for number, indices in enumerate(samples):
-        if number == 1:  # the first batch warms up
-            stage.seconds.clear()
-        if hasattr(dataset, "__getitems__"):
-            with stage("__getitems__"):
-                items = dataset.__getitems__(indices)
-        else:
-            with stage("__getitem__"):
-                items = [dataset[index] for index in indices]
-        with stage("collate"):
-            collate(items)
-    torch.set_num_threads(threads)
-    costs = {name: seconds / (batches * setting.batch_size) for name, seconds in stage.seconds.items()}
-    if setting.workers:
-        costs["IPC"] = max(0.0, _send(items, collate) - costs["collate"])
+        costs["IPC"] = max(0.0, _send(items) - costs["collate"])
     return costs
 
 
@@ -114,7 +85,7 @@ class _Ready(Dataset[Any]):
         return self.items
 
 
-def _send(items: list[Any], collate: Callable[[list[Any]], Any]) -> float:
+def _send(items: list[Any]) -> float:
     """Seconds per image of one worker that only collates and sends.
 
     In a worker, ``default_collate`` writes into shared memory, whose pages the kernel makes then. So it is timed there, and the

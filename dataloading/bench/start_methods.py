@@ -18,7 +18,10 @@ from typing import Any
 from common.benchmarking.figures import plot_stacked
 from common.benchmarking.timing import Spread, interleave
 from common.benchmarking.turns import Rounds, table, write_report
-from dataloading.bench.start_once import EXTRAS
+from common.data.loaders import loader_errors
+from common.errors import UsageError
+from dataloading.bench.start_once import EXTRAS, NOTHING, PRELOADED
+from dataloading.dataset.image_files import ImageFiles
 
 SIZES = {"": 0, ", 1,000,000 annotations": 1_000_000}
 STARTS = 1_000  # of workers, while a thread holds a lock
@@ -31,19 +34,25 @@ def measure(methods: Sequence[str], workers: int, repeats: int, folder: str) -> 
     :param repeats: rounds, in each of which every way takes a turn with each size of a data set object
     :param folder: of JPEG files
     :returns: ``turns``: for each method and size what each start printed; ``breaks``: for each thing that may break and each method
-        ``works`` or the error; ``hanging``: for each method, workers of :data:`STARTS` that never ended
+        ``works`` or the error; ``hanging``: for each method, workers of :data:`STARTS` that never ended. The last two are empty after Ctrl-C
+    :raises UsageError: for a folder without images, and with the error of a start that failed
     """
 
     def start(method: str, annotations: int, extra: str) -> subprocess.CompletedProcess[str]:
         return _python("start_once", method, str(workers), str(annotations), folder, extra)
 
     def turn(method: str, annotations: int) -> Any:
-        return json.loads(start(method, annotations, "nothing else").stdout)
+        done = start(method, annotations, NOTHING)
+        if done.returncode:
+            raise UsageError(f"workers that are started by {method} failed: {_error(done)}")
+        return json.loads(done.stdout)
 
     def outcome(method: str, extra: str) -> str:
         done = start(method, 0, extra)
-        return "works" if done.returncode == 0 else done.stderr.strip().splitlines()[-1]
+        return _error(done) if done.returncode else "works"
 
+    with loader_errors():
+        ImageFiles(folder).image_shape()
     turns: Any = {
         method + size: functools.partial(turn, method, annotations)
         for size, annotations in SIZES.items()
@@ -53,14 +62,29 @@ def measure(methods: Sequence[str], workers: int, repeats: int, folder: str) -> 
         seen: Any = interleave(turns, repeats, 0, lambda: progress.round_done(f"{len(turns)} starts"))
     return {
         "turns": seen,
-        "breaks": {extra: {method: outcome(method, extra) for method in methods} for extra in EXTRAS},
-        "hanging": {method: _python("held_lock", method, str(STARTS)).stdout.strip() for method in methods},
+        "breaks": {
+            extra: {method: outcome(method, extra) for method in methods}
+            for extra in progress.until_stopped(EXTRAS)
+            if extra != NOTHING
+        },
+        "hanging": {
+            method: _python("held_lock", method, str(STARTS)).stdout.strip()
+            for method in progress.until_stopped(methods)
+            if method != PRELOADED  # hangs as the fork server does
+        },
     }
 
 
 def _python(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", f"dataloading.bench.{program}", *arguments]
-    return subprocess.run(command, capture_output=True, text=True)
+    return subprocess.run(
+        command, capture_output=True, text=True, start_new_session=True
+    )  # Ctrl-C ends the rounds here
+
+
+def _error(done: subprocess.CompletedProcess[str]) -> str:
+    """The last line of what a process that failed has printed."""
+    return (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
 
 
 def report(config: Any, measured: dict[str, Any]) -> str:
@@ -77,6 +101,8 @@ def report(config: Any, measured: dict[str, Any]) -> str:
     lines = table(texts, 26, 46)
     hanging = {f"of {STARTS:,} workers hang, if a thread holds a lock half of the time": measured["hanging"]}
     for what, outcomes in (measured["breaks"] | hanging).items():
+        if not outcomes:  # after Ctrl-C
+            continue
         lines += ["", f"{what}:", *(f"  {method:<32}{outcome}" for method, outcome in outcomes.items())]
     panels = {what: {"median": [each.median for each in column.values()]} for what, column in columns.items()}
     title = f"from iter() to the first batch, and memory of a worker: {config.repeats} starts of each"

@@ -26,6 +26,7 @@ from dataloading.loader.fast_loader import FastLoader
 from dataloading.loader.stock_loader import stock_loader
 
 PRELOADED = "forkserver-preloaded"
+NOTHING = "nothing else"
 METHODS = ("fork", "forkserver", PRELOADED, "spawn", "threads")
 BATCH_SIZE, BATCHES = 32, 20
 
@@ -51,7 +52,7 @@ class Annotated(ImageBatches):
 
 # Things that a data set may hold, and that a worker may not get.
 EXTRAS: dict[str, Callable[[], Any]] = {
-    "nothing else": lambda: None,
+    NOTHING: lambda: None,
     "a lambda": lambda: lambda: None,
     "an object of a class made in a function": lambda: type("Local", (), {})(),
     "a lock": threading.Lock,

@@ -12,7 +12,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from common.benchmarking.timing import interleave
-from dataloading.bench.settings import Library, OwnLibrary, Setting
+from dataloading.bench.settings import Library, Setting
 from dataloading.doctor.watch.turn import alone, take_turn
 
 
@@ -47,7 +47,7 @@ class LoadingMeasurement:
 
 
 def measure(
-    library: Library | OwnLibrary,
+    library: Library,
     settings: Sequence[Setting],
     *,
     batches: int,
@@ -69,7 +69,7 @@ def measure(
     ]
 
 
-def _run(library: Library | OwnLibrary, setting: Setting, batches: int) -> LoaderRun:
+def _run(library: Library, setting: Setting, batches: int) -> LoaderRun:
     make_loader = functools.partial(library.loader, setting)
     ahead, kept = setting.prefetch_factor * setting.workers, setting.persistent_workers
     return LoaderRun(make_loader, setting.workers, ahead, batches, library.device, kept)

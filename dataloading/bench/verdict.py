@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from common.benchmarking.timing import NOISE, paired_ratio
 from dataloading.bench.settings import Setting, varying
 from dataloading.bench.sweep import LoadingMeasurement
+from dataloading.dataset.batches import FETCH_THREADS
 from dataloading.dataset.decoders import installed
 
-FETCH_THREADS = 16  # of each worker: they hide most of the latency of storage that answers in 20 ms
 BATCH_SIZE = 32  # in a smaller one, the fixed cost of each batch may be the limit
 
 
@@ -36,11 +36,10 @@ def cost(measured: LoadingMeasurement) -> tuple[float, ...]:
     return setting.workers, setting.fetch_threads, memory, -measured.images_per_s
 
 
-def changes(setting: Setting, cores: int, own: bool = False) -> list[Setting]:
+def changes(setting: Setting, cores: int) -> list[Setting]:
     """The settings to compare with this one, each of which differs in what may be its limit.
 
     :param cores: number of usable cores
-    :param own: whether the data set is somebody's own; then there are no loader, decoder and augmentation to choose
     """
     alternatives = (
         {"loader": "fast"},
@@ -52,9 +51,7 @@ def changes(setting: Setting, cores: int, own: bool = False) -> list[Setting]:
         {"persistent_workers": True},
         {"augmentation": "none"},
     )
-    fixed = ("loader", "decoder", "augmentation") if own else ()
-    possible = (change for change in alternatives if not change.keys() & fixed)
-    changed = (dataclasses.replace(setting, **change).canonical() for change in possible)
+    changed = (dataclasses.replace(setting, **change).canonical() for change in alternatives)
     return [one for one in dict.fromkeys(changed) if one != setting]
 
 

@@ -35,6 +35,9 @@ def collate(items: list[Any]) -> Any:
     return default_collate(items)
 
 
+FETCH_THREADS = 16  # of each worker: they hide most of the latency of storage that answers in 20 ms
+
+
 class ThreadedFetch(Dataset[Any]):
     """Fetches the samples of a batch in parallel, with threads inside each loader worker.
 
@@ -51,6 +54,14 @@ class ThreadedFetch(Dataset[Any]):
 
     def __len__(self) -> int:
         return len(self.dataset)  # type: ignore[arg-type]
+
+    def __getitem__(self, key: int | SampleKey) -> Any:
+        return self.dataset[key]
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "dataset" or name.startswith("__"):  # while it is pickled and unpickled
+            raise AttributeError(name)
+        return getattr(self.dataset, name)
 
     def __getitems__(self, keys: Sequence[int | SampleKey]) -> list[Any]:
         with ThreadPoolExecutor(self.threads, "fetch") as pool:

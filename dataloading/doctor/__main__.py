@@ -42,14 +42,14 @@ def main() -> None:
 
 def advise(config: DoctorConfig, script: Sequence[str], examined: Examined) -> None:
     """Try settings for the loaders that matter, and check the best in a run of the script."""
+    from dataloading.doctor.check import check_best  # torch, which --help does without
     from dataloading.doctor.script_run import Script
-    from dataloading.doctor.trials import check_best, try_settings  # torch, which --help does without
+    from dataloading.doctor.trials import try_settings
 
     arguments, environment, needed = launch(config, script)
     for loader in examined.loaders:
         if loader.share >= MATTERS and loader.line:
             tried = try_settings(run := Script(arguments, environment, loader.line, tuple(needed)), config.trials)
-            print(*map(short, tried.lines), sep="\n", flush=True)
             rate = len(loader.all("batch")) / loader.loop_s
             if tried.now > UNLIKE * rate:
                 print(
@@ -57,8 +57,10 @@ def advise(config: DoctorConfig, script: Sequence[str], examined: Examined) -> N
                     "what is slow there was in none of them",
                     flush=True,
                 )
-            if tried.gains:
-                check_best(run, tried, config.seconds)
+            else:
+                print(*map(short, tried.lines), sep="\n", flush=True)
+                if tried.gains:
+                    check_best(run, tried, config.seconds)
 
 
 if __name__ == "__main__":

@@ -15,18 +15,13 @@ from multiprocessing.connection import Client, Listener
 from pathlib import Path
 from typing import Any
 
-from common.child_processes import descendants, end_all_but
 from common.foreign_script.failure import why_failed
 from common.foreign_script.run import Outcome, injected, run
-from dataloading.doctor.examine import WATCH
+from dataloading.doctor.examine import LONGEST_S, WATCH
+from dataloading.doctor.watch.turn import ScriptEnded
 
 START_S = 300.0  # for a script to come to its loader
 GRACE_S = 30.0
-LONGEST_S = 3600.0
-
-
-class ScriptEnded(Exception):
-    """The script has ended, or does not answer; the text says why."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +59,6 @@ class ScriptRun:
         self._folder = tempfile.TemporaryDirectory()
         self._address = os.path.join(self._folder.name, "address")
         self._listener = Listener(self._address, "AF_UNIX")
-        self._before = descendants()
         self._thread = threading.Thread(target=self._run, args=(Path(self._folder.name),))
         self._thread.start()
         try:
@@ -90,7 +84,7 @@ class ScriptRun:
             Client(self._address).close()  # whoever waits for the script learns that it has ended
 
     def _is_over(self) -> bool:
-        """Whether the script has had its time to come to its loader."""
+        """Whether the script has had its time to come to its loader, or is needed no longer."""
         return time.monotonic() > self._latest
 
     def ask(self, setting: Mapping[str, Any], batches: int) -> dict[str, Any]:
@@ -123,7 +117,7 @@ class ScriptRun:
             raise ScriptEnded(why) from None
 
     def __exit__(self, *_: object) -> None:
-        end_all_but(self._before, patiently=False)
+        self._latest = -math.inf
         self._thread.join()
         self._listener.close()
         self._folder.cleanup()

@@ -17,4 +17,9 @@ class _DataLoader(DataLoader[Any]):
         """No warning of more workers than cores: a benchmark may try them."""
 
 
+def worker_numbers(most: int, every_to: int) -> list[int]:
+    """Numbers of workers to try: each up to ``every_to``, then powers of two, and ``most``."""
+    return [n for n in range(most + 1) if n <= every_to or n == most or n & (n - 1) == 0]
+
+
 stock_loader = functools.partial(loaders.stock_loader, loader=_DataLoader)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import io
-import multiprocessing
 import sys
 import tarfile
 import zipfile
@@ -16,6 +15,7 @@ import torch
 from torch.utils import data
 
 from .events import is_own
+from .settings import start_method
 
 MANY = 20_000  # objects whose reference counts fill many pages
 HANDLES = (zipfile.ZipFile, tarfile.TarFile)
@@ -24,7 +24,7 @@ HANDLE_MODULES = ("h5py", "lmdb", "sqlite3", "socket", "psycopg2", "pymysql", "r
 
 def describe(loader: data.DataLoader[Any]) -> dict[str, Any]:
     """A loader's settings, and what its data set holds: for each, the class or module, its file, the attribute, and its kind."""
-    dataset, context = loader.dataset, loader.multiprocessing_context or multiprocessing
+    dataset = loader.dataset
     length, iterable = _length(dataset), isinstance(dataset, data.IterableDataset)
     held = list(_held(dataset))
     long = [one for one in held if isinstance(one[2], (list, tuple, dict)) and len(one[2]) >= MANY]
@@ -34,7 +34,7 @@ def describe(loader: data.DataLoader[Any]) -> dict[str, Any]:
         "batches": None if iterable else _length(loader),  # asked of a stream, it would warn later
         "batch_size": loader.batch_size or getattr(loader.batch_sampler, "batch_size", None),
         "workers": loader.num_workers,
-        "method": context.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0],
+        "method": start_method(loader),
         "persistent": loader.persistent_workers,
         "prefetch": loader.prefetch_factor or 0,
         "in_order": loader.in_order,

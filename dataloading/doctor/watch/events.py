@@ -18,6 +18,7 @@ _DOCTOR = Path(__file__).resolve().parents[1]
 _LIBRARIES = {Path(sysconfig.get_path("stdlib")).resolve(), _DOCTOR, _DOCTOR.parents[1] / "common" / "foreign_script"}
 _PACKAGES = ("site-packages", "dist-packages")
 
+lines: dict[int, str] = {}  # where the script itself made a loader of the data set with this id
 _directory = os.environ.get(DIRECTORY_VARIABLE)  # of the events of all processes; None while nothing is watched
 _files: dict[str, int] = {}
 
@@ -71,6 +72,17 @@ def where(made: Any = None) -> str:
         if is_own(frame.f_code.co_filename) and not constructs:
             return line_of(frame)
     return ""
+
+
+def made_at(loader: Any, dataset: Any, maker: FrameType) -> str:
+    """``file:line`` that makes a loader. For a loader that a library makes, of the data set of one of the script's, it is that one's.
+
+    :param maker: the frame that calls the loader's constructor
+    """
+    line = where(loader)
+    if is_own(maker.f_code.co_filename):
+        lines[id(dataset)] = line
+    return lines.get(id(dataset), line)
 
 
 def line_of(frame: FrameType | None) -> str:

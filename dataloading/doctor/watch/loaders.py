@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from .dataset import describe
-from .events import emit, file_of, frames, is_own, line_of, replace, where
+from .events import emit, file_of, frames, is_own, line_of, made_at, replace, where
 from .fetching import listen
 from .sampling import sampler
 
@@ -32,7 +32,6 @@ LOOKS = 2  # batches of an iteration that are looked at closely
 ELEMENTS, BYTE_VALUES = 4096, 256
 numbers = weakref.WeakKeyDictionary[Any, int]()  # of the loaders that have been iterated over
 _loaders, _iterations = itertools.count(), itertools.count()
-_lines: dict[int, str] = {}  # where the script itself made a loader of this data set
 # Seconds and bytes since they were cleared, of all threads: the one that pins memory receives the batches, too.
 _totals = dict.fromkeys(("received", "pinned", "pickled", "pickled_bytes"), 0.0)
 _starting = -1  # the loader that starts its workers
@@ -57,10 +56,7 @@ def _take(*names: str) -> dict[str, float]:
 @replace(data.DataLoader, "__init__")
 def make(original: Any, self: Any, dataset: Any, *args: Any, **kwargs: Any) -> None:
     """A library that makes a loader of its own, of the data set of one of the script's, is not its author."""
-    line, maker = where(self), sys._getframe(2)  # above is the function that takes the constructor's place
-    if is_own(maker.f_code.co_filename):
-        _lines[id(dataset)] = line
-    self._doctor_line = _lines.get(id(dataset), line)
+    self._doctor_line = made_at(self, dataset, sys._getframe(2))  # frame 1 is the function in the constructor's place
     original(self, dataset, *args, **kwargs)
 
 

@@ -19,28 +19,29 @@ from collections.abc import Iterator
 from multiprocessing.connection import Client, Connection
 from typing import Any
 
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, get_worker_info
 
-from .events import is_own, where
-from .settings import Setting, changed, facts_of, loader_turn, put_in
-from .turn import NoTurn, one_line
+from .events import is_own, lines, made_at
+from .settings import Setting, Twins, facts_of, put_in
+from .turn import NoTurn
 
 PLACE = os.environ["LOADER_DOCTOR_PLACE"]  # file:line that makes the loader
 SETTING: Setting | None = json.loads(os.environ["LOADER_DOCTOR_SETTING"])  # of a check; None in a rehearsal
 LIMIT_S = float(os.environ["LOADER_DOCTOR_LIMIT_S"])  # for a batch of a rehearsal; of a check's epoch that is timed
 _make, _begin = DataLoader.__init__, DataLoader.__iter__
-_lines: dict[int, str] = {}  # where the script itself made a loader of this data set
 
 
 @functools.wraps(_make)  # Lightning reads its signature
 def make(self: DataLoader[Any], dataset: Any, *args: Any, **kwargs: Any) -> None:
-    """A loader that a library makes, of the data set of one of the script's, has its line and its settings."""
+    """A loader that a library makes, of the data set of one of the script's, has its line, and has got its settings from it."""
+    maker = sys._getframe(1)
+    line = made_at(self, dataset, maker)
     _make(self, dataset, *args, **kwargs)
-    if is_own(sys._getframe(1).f_code.co_filename) or id(dataset) not in _lines:
-        if SETTING is not None and where(self) == PLACE:
-            put_in(self, SETTING)
-        _lines[id(dataset)] = _lines[id(self.dataset)] = where(self)
-    vars(self)["_doctor_line"] = _lines[id(dataset)]
+    if SETTING is not None and line == PLACE and (is_own(maker.f_code.co_filename) or id(dataset) not in lines):
+        put_in(self, SETTING)
+        if self.dataset is not dataset:
+            lines[id(self.dataset)] = line
+    vars(self)["_doctor_line"] = line
 
 
 def begin(self: DataLoader[Any]) -> Any:
@@ -79,22 +80,19 @@ class _Rehearsal:
             yield batch
 
     def _take_turns(self, loader: DataLoader[Any], connection: Connection) -> Iterator[Any]:
-        kept: dict[str, DataLoader[Any]] = {}
+        twins = Twins(loader)
         while True:
             try:
                 setting, counted = connection.recv()
             except EOFError:  # the doctor has ended
                 os._exit(1)
-            twin = kept.pop(str(setting), None) or changed(loader, setting)
-            turn = loader_turn(twin, counted, begin=_begin, patience_s=LIMIT_S, interrupted=self._was_interrupted)
+            turn = twins.turn(setting, counted, begin=_begin, patience_s=LIMIT_S, interrupted=self._was_interrupted)
             try:
                 measured = yield from turn
-            except Exception as error:  # of the data set
-                connection.send({"error": str(error) if isinstance(error, NoTurn) else one_line(error)})
-                continue
-            if twin.persistent_workers and not isinstance(twin.dataset, IterableDataset):
-                kept[str(setting)] = twin
-            connection.send(dataclasses.asdict(measured))
+            except NoTurn as error:
+                connection.send({"error": str(error)})
+            else:
+                connection.send(dataclasses.asdict(measured))
 
     def _was_interrupted(self) -> bool:
         was, self._interrupted = self._interrupted, False

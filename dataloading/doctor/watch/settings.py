@@ -11,18 +11,16 @@ from __future__ import annotations
 import itertools
 import multiprocessing
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_structure
-from torch.utils.data import DataLoader, IterableDataset, default_collate, default_convert
+from torch.utils.data import DataLoader, IterableDataset, Subset, default_collate, default_convert
 
-from .turn import take_turn
+from .turn import NoTurn, Turn, one_line, take_turn
 
-# HACK: the attribute of DataLoader behind its property ``multiprocessing_context``. If torch renames it, no start method is tried.
-CONTEXT = "_DataLoader__multiprocessing_context"
 Setting = dict[str, Any]
 
 
@@ -34,7 +32,6 @@ def present(loader: DataLoader[Any]) -> Setting:
             "prefetch_factor": loader.prefetch_factor,
             "persistent_workers": loader.persistent_workers,
             "in_order": loader.in_order,
-            "multiprocessing_context": start_method(loader),
         }
     return setting
 
@@ -49,13 +46,12 @@ def start_method(loader: DataLoader[Any]) -> str:
 def put_in(loader: DataLoader[Any], setting: Setting) -> None:
     """Change a loader's settings. An iterator that it has made before keeps the old ones."""
     values = vars(loader)  # DataLoader itself refuses to have some of them changed
-    own = {"fetch_threads", "whole_batches", "one_thread", "multiprocessing_context"}
+    own = {"fetch_threads", "whole_batches", "one_thread"}
     values.update({name: value for name, value in setting.items() if name not in own})
     values["_iterator"] = None
-    if method := setting.get("multiprocessing_context"):
-        values[CONTEXT] = multiprocessing.get_context(method)
     if not loader.num_workers:
-        values.update({"prefetch_factor": None, "persistent_workers": False, "timeout": 0, CONTEXT: None})
+        loader.multiprocessing_context = None
+        values.update({"prefetch_factor": None, "persistent_workers": False, "timeout": 0})
     elif loader.prefetch_factor is None:
         values["prefetch_factor"] = 2
     if threads := setting.get("fetch_threads"):
@@ -95,7 +91,7 @@ def loader_turn(
     begin: Callable[[DataLoader[Any]], Iterator[Any]] = DataLoader.__iter__,
     patience_s: float = 0.0,
     interrupted: Callable[[], bool] = lambda: False,
-) -> Any:
+) -> Generator[Any, None, Turn]:
     """A turn of a loader: a whole epoch if it is short, or else so many batches and those before and after them.
 
     :param begin: ``DataLoader.__iter__``, which may have been replaced
@@ -104,21 +100,50 @@ def loader_turn(
     ahead = max(1, loader.num_workers * (loader.prefetch_factor or 0))
     length, fresh = length_of(loader), loader._iterator is None
     whole = length is not None and length <= head + counted + ahead
-    rest, limited = whole, loader
-    if loader.persistent_workers and not whole and not isinstance(loader.dataset, IterableDataset):
-        rest, limited = True, loader
-        _limit(loader, head + counted + ahead)  # or else its workers would go on while other loaders take their turns
+    if persistent := _keeps_workers(loader):  # or else they would go on while other loaders take their turns
+        _limit(loader, length if whole and length is not None else head + counted + ahead)
     if whole and length is not None:
         counted = max(1, length - head)
     return take_turn(
-        lambda: begin(limited),
+        lambda: begin(loader),
         head,
         counted,
-        rest=rest,
+        rest=whole or persistent,
         fresh=fresh,
         patience_s=patience_s,
         interrupted=interrupted,
     )
+
+
+class Twins:
+    """A loader's copies with other settings, which take turns. Those with persistent workers are kept for their next turns."""
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self._loader = loader
+        self._kept: dict[str, DataLoader[Any]] = {}
+
+    def turn(self, setting: Setting, batches: int, **how: Any) -> Generator[Any, None, Turn]:
+        """A turn with a setting.
+
+        :param how: see :func:`loader_turn`
+        :raises NoTurn: also for an error of the data set
+        """
+        name = str(setting)
+        twin = self._kept.pop(name) if name in self._kept else changed(self._loader, setting)
+        try:
+            turn = yield from loader_turn(twin, batches, **how)
+        except NoTurn:
+            raise
+        except Exception as error:  # of the data set, in a worker or here
+            raise NoTurn(one_line(error)) from error
+        if _keeps_workers(twin):
+            self._kept[name] = twin
+        return turn
+
+
+def _keeps_workers(loader: DataLoader[Any]) -> bool:
+    """Whether its workers stay for another turn: those of a stream would go on with it."""
+    return loader.persistent_workers and not isinstance(loader.dataset, IterableDataset)
 
 
 def _limit(loader: DataLoader[Any], batches: int) -> None:
@@ -144,7 +169,7 @@ class First:
 
 
 class ThreadedFetch:
-    """Anybody's data set, the samples of a batch fetched in threads; as ``ThreadedFetch`` of dataloading/dataset/batches.py."""
+    """A copy of ``ThreadedFetch`` in dataloading/dataset/batches.py, which is what the doctor advises."""
 
     def __init__(self, dataset: Any, threads: int) -> None:
         self.dataset, self.threads = dataset, threads
@@ -156,7 +181,7 @@ class ThreadedFetch:
         return self.dataset[index]
 
     def __getattr__(self, name: str) -> Any:
-        if name == "dataset":  # while it is unpickled
+        if name == "dataset" or name.startswith("__"):  # while it is pickled and unpickled
             raise AttributeError(name)
         return getattr(self.dataset, name)
 
@@ -188,13 +213,18 @@ def facts_of(loader: DataLoader[Any]) -> dict[str, Any]:
     return {
         "present": present(loader),
         "length": length_of(loader),
-        "dataset": type(loader.dataset).__name__,
-        "threads": not iterable and loader.batch_sampler is not None and not hasattr(loader.dataset, "__getitems__"),
+        "iterable": iterable,
+        "threads": not iterable and loader.batch_sampler is not None and _one_by_one(loader.dataset),
         "whole_batches": not iterable and _gives_whole_batches(loader),
         "one_thread": bool(loader.worker_init_fn or "cv2" in sys.modules),
-        "start_method": start_method(loader),
-        "fork": not torch.cuda.is_initialized(),
     }
+
+
+def _one_by_one(dataset: Any) -> bool:
+    """Whether samples of a batch are fetched one by one. A ``Subset`` does as its data set does."""
+    while type(dataset) is Subset:
+        dataset = dataset.dataset
+    return not hasattr(dataset, "__getitems__")
 
 
 def _gives_whole_batches(loader: DataLoader[Any]) -> bool:

@@ -22,6 +22,10 @@ class NoTurn(Exception):
     """No batch came in time, or too few came."""
 
 
+class ScriptEnded(Exception):
+    """The script has ended, or does not answer; the text says why."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Turn:
     """The times of one turn.
@@ -103,8 +107,6 @@ def take_turn(
             busy_s += time.thread_time() - busy
             if batch is iterator:
                 end_s = came - asked
-                break
-            if len(waits) == head + counted and not rest:
                 break
             waits.append(came - asked)
             yield batch

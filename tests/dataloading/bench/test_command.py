@@ -5,12 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from torch.utils.data import Dataset
 
 from common.benchmarking.other_work import OtherWork
 from common.command_line.cli import parse
@@ -20,7 +17,7 @@ from common.machine import usable_cores
 from dataloading import ladder
 from dataloading.bench import __main__ as bench
 from dataloading.bench.__main__ import LoadingBenchConfig
-from dataloading.bench.settings import LOADERS, Library, Listed, OwnLibrary, Setting, varying
+from dataloading.bench.settings import LOADERS, Library, Listed, Setting, varying
 from dataloading.bench.stages import measure_stages
 from dataloading.bench.sweep import measure
 from dataloading.dataset.storage import LocalFolder
@@ -48,6 +45,10 @@ def test_all_combinations_are_tried_without_equivalent_ones() -> None:
         (("--batch-size", "8,8"), "names a value twice"),
         (("--workers", "0,-2"), "--workers -2 is out of range"),
         (("--loader", "fast-processes"), "invalid choice: 'fast-processes' (choose from stock, fast)"),
+        (("--dataset", "own:Boxes"), "python -m dataloading.doctor -- train.py"),
+        (("--start-method", "fork", "--image-size", "64"), "--image-size has no meaning with --start-method"),
+        (("--start-method", "fork", "--workers", "1,2"), "--workers 1,2: --start-method takes one number"),
+        (("--start-method", "fork", "--workers", "0"), "--workers 0: --start-method takes one number"),
     ],
 )
 def test_bad_settings_are_refused(arguments: tuple[str, ...], words: str) -> None:
@@ -96,80 +97,15 @@ def test_the_stages_that_a_setting_has_are_timed(pictures: Path, setting: Settin
     assert all(seconds >= 0 for seconds in costs.values())
 
 
-class Squares(Dataset[Any]):
-    """A data set of somebody's own."""
-
-    def __init__(self, count: int, **_: object) -> None:
-        self.count = count
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        if index >= self.count:
-            raise IndexError(index)
-        return {"square": torch.tensor(index**2), "name": str(index)}
-
-
-def keep(items: list[Any]) -> list[Any]:
-    return items
-
-
-def own(workers: str, *arguments: str) -> LoadingBenchConfig:
-    name = f"{__name__}:Squares"
-    sizes = ("--batch-size", "4", "--batches", "2", "--repeats", "2", "--workers", workers)
-    return config("--dataset", name, "--dataset-args", '{"count": 6}', *sizes, *arguments)
-
-
-def test_a_data_set_of_ones_own_is_timed_and_taken_apart_as_folders_are(tmp_path: Path) -> None:
-    """Six samples make the batches of a run by being repeated."""
-    chosen = own("0", "--fetch-threads", "1,2", "--output", str(tmp_path), "--collate-fn", f"{__name__}:keep")
-    sweep, verdict = bench.run(chosen)
-    assert [measured.setting.fetch_threads for measured in sweep] == [1, 2]
-    assert {measured.images for measured in sweep} == {2 * 4}
-    assert verdict is not None
-    assert set(verdict.stage_costs) - {"collate"} in ({"__getitem__"}, {"__getitems__"})
-    printed = bench.report(chosen, (sweep, verdict))
-    assert "samples/s" in printed
-    assert "a sample costs one worker" in printed
-    assert not any(word in printed for word in ("image", "simplejpeg", "with fast"))
-
-
-def test_a_busy_machine_has_stages_and_is_told_how_busy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_busy_machine_has_stages_and_is_told_how_busy(
+    monkeypatch: pytest.MonkeyPatch, pictures: Path, tmp_path: Path
+) -> None:
     monkeypatch.setattr(OtherWork, "doubt", lambda _: "other programs left 0.3 of 2 cores")
-    chosen = own("0", "--output", str(tmp_path))
+    sizes = ("--image-size", "16", "--batch-size", "4", "--batches", "2", "--repeats", "2", "--workers", "0")
+    chosen = config("--path-to-folder", str(pictures), *sizes, "--output", str(tmp_path))
     printed = bench.report(chosen, bench.run(chosen))
     assert "no verdict: other programs left 0.3 of 2 cores" in printed
-    assert "__getitem__: " in printed
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (("--dataset-args", "[6]"), "--dataset-args [6] is no object"),
-        (("--dataset-args", "{count: 6}"), "--dataset-args {count: 6} is no JSON"),
-        (("--loader", "stock,fast"), "--loader stock,fast is for folders of images, and not for --dataset"),
-        (("--image-size", "64"), "--image-size 64 is for folders of images, and not for --dataset"),
-    ],
-)
-def test_bad_arguments_for_a_data_set_of_ones_own_are_refused(arguments: tuple[str, ...], words: str) -> None:
-    with pytest.raises(UsageError) as refusal:
-        own("0", *arguments)
-    assert words in str(refusal.value)
-
-
-@pytest.mark.parametrize(
-    ("name", "arguments", "words"),
-    [
-        ("Squares", {"size": 6}, "takes other arguments (missing a required argument: 'count')"),
-        ("Nothing", {}, "has no 'Nothing'"),
-        ("keep", {"items": iter([1])}, "gives a list_iterator without a length"),
-    ],
-)
-def test_a_data_set_that_cannot_be_made_is_one_line(name: str, arguments: dict[str, Any], words: str) -> None:
-    with pytest.raises(UsageError) as refusal:
-        OwnLibrary(f"{__name__}:{name}", arguments)
-    assert words in str(refusal.value)
+    assert "decode: " in printed
 
 
 def test_the_ceiling_decodes_the_files_of_its_batch(pictures: Path, monkeypatch: pytest.MonkeyPatch) -> None:

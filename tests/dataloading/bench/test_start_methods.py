@@ -8,15 +8,18 @@ from pathlib import Path
 import pytest
 
 from common.command_line.cli import parse
+from common.errors import UsageError
+from dataloading.bench import __main__ as bench
 from dataloading.bench import held_lock, start_methods
 from dataloading.bench.__main__ import LoadingBenchConfig
-from dataloading.bench.start_once import make_loader, start
+from dataloading.bench.start_once import NOTHING, make_loader, start
+from tests.support.user_errors import UserError
 
 
 @pytest.mark.parametrize("method", ["forkserver", "threads"])
 def test_a_start_is_timed_and_its_workers_are_weighed(pictures: Path, method: str) -> None:
-    measured = start(make_loader(method, 1, 1000, str(pictures), "nothing else"), 1)
-    assert measured["first epoch, s"] > 0 < measured["second epoch, s"]
+    measured = start(make_loader(method, 1, 1000, str(pictures), NOTHING), 1)
+    assert {"first epoch, s", "second epoch, s", "with shared, GB"} < measured.keys()
     assert (measured["own memory, GB"] > 0) == (method == "forkserver")
 
 
@@ -28,6 +31,20 @@ def test_a_held_lock_hangs_every_forked_worker_and_no_other() -> None:
     with held_lock.lock:
         assert held_lock.count_hanging("fork", 3, wait_s=0.5) == 3
         assert held_lock.count_hanging("forkserver", 3, wait_s=120) == 0
+
+
+def test_a_folder_without_images_is_one_line(user_error: UserError, tmp_path: Path) -> None:
+    flags = ("--start-method", "fork", "--path-to-folder", tmp_path, "--output", tmp_path / "out")
+    assert "holds no JPEG file" in user_error(bench.main, *flags)
+
+
+def test_the_error_of_a_start_is_one_line(pictures: Path, tmp_path: Path) -> None:
+    """The first image is whole, so that the benchmark begins."""
+    first, *_ = sorted(pictures.glob("*/*.jpg"))
+    (tmp_path / "a.jpg").write_bytes(first.read_bytes())
+    (tmp_path / "b.jpg").write_bytes(first.read_bytes()[:300])
+    with pytest.raises(UsageError, match=r"workers that are started by threads failed: .*b\.jpg is damaged"):
+        start_methods.measure(("threads",), 1, 2, str(tmp_path))
 
 
 @pytest.mark.slow

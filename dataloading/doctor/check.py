@@ -1,0 +1,69 @@
+"""A run of a script with the best setting put in from outside, whose epochs are predicted before.
+
+**The prediction.** Training and workers compete for the same cores, so the rate of a loader alone and the time of a step alone do not
+tell the time of a step in the loop: on few cores, both become slower. Therefore nothing is added up from parts that were measured
+apart. The step is timed in the script's own loop, with the new setting, while the script trains. What is left to a model is how
+long an epoch takes that was not run to its end:
+
+    epoch = start of the workers and the first batch of each + (steps - workers) x seconds of a step
+
+The first epoch takes longer by what the script's first steps take (caches, memory), and, with persistent workers, by their start.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import statistics
+from collections.abc import Callable
+
+from dataloading.doctor.script_run import GRACE_S, Script, ScriptRun
+from dataloading.doctor.search import Tried, in_words
+from dataloading.doctor.watch.turn import ScriptEnded
+
+CHECKED_EPOCHS = 2
+
+
+def predicted_epoch(tried: Tried, steps: int, first: bool) -> float:
+    """Seconds of an epoch with the best setting, see the head of this module.
+
+    :param first: whether it is the first one of the script
+    """
+    seconds = statistics.fmean(turn.epoch_s(steps) for turn in tried.best)  # a median would forget rare slow samples
+    if first and tried.started:
+        fresh = tried.started.head_s - statistics.fmean(turn.head_s for turn in tried.best)
+        seconds += tried.warm_up_s + (0.0 if tried.best[0].fresh else fresh)
+    return seconds
+
+
+def check_best(
+    script: Script, tried: Tried, seconds: float, tell: Callable[[str], object] = print
+) -> list[tuple[int, float, float]]:
+    """Predict the script's epochs with the best setting, and then run it with this setting put in from outside.
+
+    :param tried: with at least one gain
+    :param seconds: of an epoch that are measured; of a longer one, its beginning is
+    :param tell: gets the prediction before the run begins, and then what was measured
+    :returns: for each epoch its steps, and the seconds that were predicted and measured
+    """
+    setting, epochs = tried.gains[0].setting, list[tuple[int, float, float]]()
+    if math.isinf(tried.steps):
+        text = f"{statistics.fmean(turn.step_s for turn in tried.best):.4f} s per step"
+    else:
+        first, later = (predicted_epoch(tried, int(tried.steps), first=first) for first in (True, False))
+        text = f"{first:.2f} s for the first epoch of {tried.steps:.0f} steps, {later:.2f} s later"
+    tell(f"predicted with {in_words(setting)}: {text}")
+    with contextlib.suppress(ScriptEnded), ScriptRun(script, setting, seconds) as run:
+        while len(epochs) < CHECKED_EPOCHS:
+            epoch = run.receive(seconds + GRACE_S)
+            if epoch["steps"] < 2:  # the script has looked at a batch
+                continue
+            predicted = predicted_epoch(tried, epoch["steps"], first=not epochs)
+            epochs.append((epoch["steps"], predicted, epoch["seconds"]))
+            if not epoch["ended"]:
+                break
+    for steps, predicted, measured in epochs:
+        tell(f"measured: {measured:.2f} s for {steps} steps, predicted {predicted:.2f} s")
+    if not epochs:
+        tell("measured: nothing, since the script ended before")
+    return epochs
