@@ -65,7 +65,8 @@ def _iterate(loader: DataLoader[Any], until: float) -> None:
 @contextlib.contextmanager
 def _own_fork_server() -> Iterator[None]:
     """Fork workers from a new server. One that was started before lacks the watch's variables, and would keep them afterwards."""
-    server, before = forkserver.ForkServer(), forkserver.connect_to_new_process
+    server: Any = forkserver.ForkServer()
+    before = forkserver.connect_to_new_process
     forkserver.connect_to_new_process = server.connect_to_new_process
     try:
         yield

@@ -35,11 +35,13 @@ def test_one_loader_of_a_program_is_diagnosed_twice_alike(workers: int, monkeypa
 
 def test_persistent_workers_of_a_fork_server_that_live_already_are_left_alone() -> None:
     """Other workers are watched, of a fork server that loads the watch."""
-    method = {"persistent_workers": True, "multiprocessing_context": "forkserver"}
+    method: dict[str, Any] = {"persistent_workers": True, "multiprocessing_context": "forkserver"}
     loader: DataLoader[Any] = DataLoader(Slow(), batch_size=10, num_workers=1, **method)
     list(loader)
-    before = loader._iterator._workers
+    iterator: Any = loader._iterator
+    before = iterator._workers[0]
     report = diagnose(loader, seconds=120, trials=0)
     assert "worker 0: 6 batches" in report and "sum(n * n for n in range" in report
     list(loader)
-    assert loader._iterator._workers is before and before[0].is_alive()
+    iterator = loader._iterator
+    assert iterator._workers[0] is before and before.is_alive()
