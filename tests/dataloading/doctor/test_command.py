@@ -76,7 +76,7 @@ def test_a_script_that_could_start_its_ranks_and_then_misses_torchrun(tmp_path: 
     """It is run again under torchrun, and the trials know that."""
     script, report = tmp_path / "train.py", list[str]()
     script.write_text(LOOP + WANTS_TORCHRUN)
-    examined = examine(DoctorConfig(device="cpu", seconds=1), [str(script)], report.append)
+    examined = examine(DoctorConfig(device="cpu"), [str(script)], report.append)
     assert not examined.failed and examined.config.start == "torchrun"
     assert "DataLoader(Samples, batch_size=8" in report[0]
 
