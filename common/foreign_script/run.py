@@ -66,26 +66,27 @@ def run(
     :param output: file for what the script prints; without one, that goes to stderr
     :param is_over: called every ``ASKED_S`` seconds; True stops the run
     """
-    adopt_orphans()
     before, began, status = descendants(), time.monotonic(), None
+    with open(output, "w") if output else contextlib.nullcontext(sys.stderr) as file:
+        process = subprocess.Popen(
+            [sys.executable, *command],
+            env={**environment, TRACEBACKS_VARIABLE: os.fspath(notes)},
+            stdout=file,
+            stderr=file,
+            start_new_session=True,
+        )
+    adopt_orphans()
     try:
-        with open(output, "w") if output else contextlib.nullcontext(sys.stderr) as file:
-            process = subprocess.Popen(
-                [sys.executable, *command],
-                env={**environment, TRACEBACKS_VARIABLE: os.fspath(notes)},
-                stdout=file,
-                stderr=file,
-                start_new_session=True,
-            )
-            while status is None and time.monotonic() < began + timeout and not is_over():
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    status = process.wait(min(timeout, ASKED_S))
+        while status is None and time.monotonic() < began + timeout and not is_over():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                status = process.wait(min(timeout, ASKED_S))
         seconds, stacks = time.monotonic() - began, _stacks(notes) if status is None else []
         tracebacks = sorted(notes.glob("*.traceback"), key=lambda path: path.stat().st_mtime_ns)
         traceback = tracebacks[0].read_text() if tracebacks else ""
         return Outcome(status, seconds, stacks, traceback)
     finally:
         end_all_but(before, patiently=status is not None)
+        process.poll()  # it has ended; an object that does not know that would warn
         adopt_orphans(False)
 
 
