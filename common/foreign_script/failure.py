@@ -5,11 +5,15 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
 from common.foreign_script.run import Outcome
 
 # Packages whose kernels run on GPUs alone.
 OF_GPUS = ("apex", "bitsandbytes", "deep_ep", "flash_attn", "transformer_engine", "triton", "xformers")
+PROJECT = re.escape(os.fspath(Path(__file__).parents[2]))
+# No code of the script; within the project, it is what runs in the script's processes.
+LIBRARY = re.compile(rf"site-packages|dist-packages|/lib/python3|^<|^{PROJECT}/(common/foreign_script|.+/watch)/")
 FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
 
 
@@ -35,8 +39,10 @@ def why_failed(outcome: Outcome) -> str:
 def own_lines(stack: str) -> Iterator[str]:
     """``file:line`` of each frame that is in no library, in the order of a stack or a traceback."""
     for frame in FRAME.finditer(stack):
-        file = frame["file"]
-        if not re.search(
-            r"site-packages|dist-packages|/lib/python3|^<|/common/foreign_script/|/(audit|doctor)/watch/", file
-        ):
-            yield f"{file.removeprefix(os.getcwd() + os.sep)}:{frame['line']}"
+        if not LIBRARY.search(frame["file"]):
+            yield short(f"{frame['file']}:{frame['line']}")
+
+
+def short(place: str) -> str:
+    """``file:line`` as it is printed: below the working directory without its path."""
+    return place.removeprefix(os.getcwd() + os.sep)

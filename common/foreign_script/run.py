@@ -17,7 +17,7 @@ from common.child_processes import adopt_orphans, descendants, end_all_but
 INJECT = Path(__file__).parent / "inject"
 WATCH_VARIABLE = "FOREIGN_SCRIPT_WATCH"  # by which inject/sitecustomize.py knows what to load
 TRACEBACKS_VARIABLE = "FOREIGN_SCRIPT_TRACEBACKS"  # the folder for tracebacks
-LOCAL_RANK_VARIABLE = "FOREIGN_SCRIPT_LOCAL_RANK"  # a flag, and the script that is told its local rank by it
+LOCAL_RANK_VARIABLE = "FOREIGN_SCRIPT_LOCAL_RANK"  # a flag, and the script or module that is told its local rank by it
 ASKED_S = 0.2  # between two questions whether a run is over
 STACKS_S = 2.0  # for the processes to write where they are
 
@@ -64,30 +64,29 @@ def run(
     :param notes: a folder for a file ``PID.traceback`` of each process that an error ends. Before the run is stopped, each process
         that has a file ``PID.stack`` there is asked, by SIGUSR2, to write its stack
     :param output: file for what the script prints; without one, that goes to stderr
-    :param is_over: is asked all the time, whether the run is to be stopped before its timeout
+    :param is_over: called every ``ASKED_S`` seconds; True stops the run
     """
-    adopt_orphans()
     before, began, status = descendants(), time.monotonic(), None
+    with open(output, "w") if output else contextlib.nullcontext(sys.stderr) as file:
+        process = subprocess.Popen(
+            [sys.executable, *command],
+            env={**environment, TRACEBACKS_VARIABLE: os.fspath(notes)},
+            stdout=file,
+            stderr=file,
+            start_new_session=True,
+        )
+    adopt_orphans()
     try:
-        with (
-            open(output, "w") if output else contextlib.nullcontext(sys.stderr) as file,
-        ):
-            process = subprocess.Popen(
-                [sys.executable, *command],
-                env={**environment, TRACEBACKS_VARIABLE: os.fspath(notes)},
-                stdout=file,
-                stderr=file,
-                start_new_session=True,
-            )
-            while status is None and time.monotonic() < began + timeout and not is_over():
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    status = process.wait(min(timeout, ASKED_S))
+        while status is None and time.monotonic() < began + timeout and not is_over():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                status = process.wait(min(timeout, ASKED_S))
         seconds, stacks = time.monotonic() - began, _stacks(notes) if status is None else []
         tracebacks = sorted(notes.glob("*.traceback"), key=lambda path: path.stat().st_mtime_ns)
         traceback = tracebacks[0].read_text() if tracebacks else ""
         return Outcome(status, seconds, stacks, traceback)
     finally:
         end_all_but(before, patiently=status is not None)
+        process.poll()  # it has ended; an object that does not know that would warn
         adopt_orphans(False)
 
 

@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from common.errors import UsageError
 from common.foreign_script.run import LOCAL_RANK_VARIABLE, Outcome, run
 
 AGENTS = Path(__file__).parent / "agents.py"
@@ -35,9 +36,24 @@ def wants_torchrun(arguments: Sequence[str]) -> bool:
     return any(word in text for word in OF_TORCHRUN) and not starts_itself(arguments)
 
 
+def require_script(script: Sequence[str], command: str) -> None:
+    """:raises UsageError: without a script that can be run, or within a rank of torchrun; it names ``python -m COMMAND``"""
+    if not script or script == ["-m"]:
+        raise UsageError(f"which script? python -m {command} -- train.py ARGUMENTS")
+    if "RANK" in os.environ:
+        raise UsageError(f"this runs under torchrun already (RANK is set): {command} starts the script's ranks itself")
+    if script[0] != "-m" and not Path(script[0]).is_file():
+        raise UsageError(f"{script[0]}: there is no such script")
+
+
 def _own_code(arguments: Sequence[str]) -> Iterator[str]:
-    """The text of a script, and of the modules in its folder that it imports."""
-    todo, seen = [Path(arguments[0])], set[Path]()
+    """The text of a script or a module, and of the modules that it imports from its folder, or from the working directory."""
+    main = Path(arguments[0]).absolute()
+    folder = main.parent
+    if arguments[0] == "-m":
+        module = folder.joinpath(*arguments[1].split("."))
+        main = module.with_suffix(".py") if module.with_suffix(".py").is_file() else module / "__main__.py"
+    todo, seen = [main], set[Path]()
     while todo:
         path = todo.pop()
         if path in seen:
@@ -50,8 +66,9 @@ def _own_code(arguments: Sequence[str]) -> Iterator[str]:
                 names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
                 if isinstance(node, ast.ImportFrom) and node.module:
                     names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+                level = node.level if isinstance(node, ast.ImportFrom) else 0  # the dots before its name
                 for name in names:
-                    module = Path(arguments[0]).parent.joinpath(*name.split("."))
+                    module = (path.parents[level - 1] if level else folder).joinpath(*name.split("."))
                     todo += [module.with_suffix(".py"), module / "__init__.py"]
 
 
@@ -62,21 +79,25 @@ def device_for(device: str, ranks: int) -> str:
     return {"auto": "stand-in" if lacks_gpus else "gpu"}.get(device, device)
 
 
-def environment_for(device: str, ranks: int, arguments: Sequence[str], sync_batchnorm: Path) -> dict[str, str]:
+def environment_for(
+    device: str, ranks: int, arguments: Sequence[str], sync_batchnorm: Path | None = None
+) -> dict[str, str]:
     """The environment variables of a script's processes.
 
     :param device: ``"cpu"``, ``"gpu"`` or ``"stand-in"``
-    :param sync_batchnorm: a file with a ``SyncBatchNorm`` that works on the CPU, for the stand-in
+    :param sync_batchnorm: a file with a ``SyncBatchNorm`` that works on the CPU, for the stand-in; one rank needs none
     """
     environment = {"OMP_NUM_THREADS": "1", **os.environ}  # as torchrun sets it, which then does not warn of it
     if device != "gpu":
         environment["CUDA_VISIBLE_DEVICES"] = ""
     if device == "stand-in":
-        environment |= {"STAND_IN_GPUS": str(ranks), "STAND_IN_SYNC_BATCHNORM": os.fspath(sync_batchnorm)}
-    own = next(_own_code(arguments), "")
+        environment["STAND_IN_GPUS"] = str(ranks)
+    if device == "stand-in" and sync_batchnorm:
+        environment["STAND_IN_SYNC_BATCHNORM"] = os.fspath(sync_batchnorm)
+    own, name = next(_own_code(arguments), ""), arguments[1] if arguments[0] == "-m" else arguments[0]
     for flag in LOCAL_RANK_FLAGS:
         if f'"{flag}"' in own or f"'{flag}'" in own:
-            environment[LOCAL_RANK_VARIABLE] = f"{flag}{os.pathsep}{arguments[0]}"
+            environment[LOCAL_RANK_VARIABLE] = f"{flag}{os.pathsep}{name}"
     return environment
 
 
@@ -107,8 +128,15 @@ def run_ranks(
     A script that could start them itself, and then misses torchrun's variables, wants torchrun with these flags: it is run again.
     """
     outcome = run(command(arguments, ranks, start, nodes), environment, timeout, notes, output)
-    if start == "auto" and starts_itself(arguments) and WANTS_TORCHRUN.search(outcome.traceback):
-        for note in notes.iterdir():
-            note.unlink()
+    if start == "auto" and starts_itself(arguments) and misses_torchrun(outcome, notes):
         outcome = run(command(arguments, ranks, "torchrun", nodes), environment, timeout, notes, output)
     return outcome
+
+
+def misses_torchrun(outcome: Outcome, notes: Path) -> bool:
+    """Whether a script has ended since it misses torchrun's variables; then the notes of its run are removed."""
+    if not WANTS_TORCHRUN.search(outcome.traceback):
+        return False
+    for note in notes.iterdir():
+        note.unlink()
+    return True

@@ -17,9 +17,10 @@ from collections.abc import Sequence
 
 from common.command_line.cli import command, parse, split_arguments
 from common.errors import UsageError
+from common.foreign_script.failure import short
+from common.foreign_script.start import require_script
 from dataloading.doctor.causes import MATTERS
-from dataloading.doctor.examine import DoctorConfig, Examined, examine, launch, require_script
-from dataloading.doctor.source import short
+from dataloading.doctor.examine import DoctorConfig, Examined, examine, launch
 
 UNLIKE = 1.5  # times as many batches/s as in the script's own run: the turns have missed its rare slow samples
 
@@ -28,12 +29,12 @@ UNLIKE = 1.5  # times as many batches/s as in the script's own run: the turns ha
 def main() -> None:
     own, script = split_arguments(sys.argv[1:], DoctorConfig)
     config = parse(DoctorConfig, "dataloading.doctor", __doc__, own)
-    require_script(script)
+    require_script(script, "dataloading.doctor")
     examined = examine(config, script, lambda line: print(line, flush=True))
     if examined.failed:
         raise UsageError(examined.failed)
     if not examined.hangs and config.trials:
-        advise(config, script, examined)
+        advise(examined.config, script, examined)
     if examined.hangs or any(examined.causes.values()):
         sys.exit(1)
     print("nothing wrong was found")

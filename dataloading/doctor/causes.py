@@ -80,19 +80,10 @@ def _always(loader: Loader) -> Iterator[Cause]:
             )
     growing = max(workers, key=lambda worker: worker.growth(1), default=None)
     if growing and _grows(growing):
-        files = [file for file in _files(loader) if file]
         yield Cause(
             "growing-workers",
-            first_line(KEEPS, files) or loader.hottest_line(*LOADING)[0] or loader.line,
+            first_line(KEEPS, _files(loader)) or loader.hottest_line(*LOADING)[0] or loader.line,
             f"a worker has grown by {growing.growth(1) / MEGABYTE:.0f} MB, and goes on: keep nothing of a sample in the data set",
-        )
-    needed = loader.bytes_per_batch() * count * facts["prefetch"]
-    if needed > facts["shm"]:
-        yield Cause(
-            "small-dev-shm",
-            loader.line,
-            f"prefetched batches need {needed / MEGABYTE:.0f} MB of /dev/shm, which had {facts['shm'] / MEGABYTE:.0f} MB: fewer workers, "
-            "a smaller prefetch_factor, or a larger --shm-size",
         )
 
 
@@ -114,15 +105,17 @@ def _files(loader: Loader) -> list[str]:
 def _slow(loader: Loader, cores: int) -> Iterator[Cause]:
     facts, costs, fetches = loader.facts, loader.per_batch(), loader.of_workers("fetch")
     seconds = sum(costs[stage] for stage in ("__getitem__", "collate", "IPC out")) or 1.0
-    samples = sum(event["samples"] for event in fetches) or 1
+    samples, fetched_s = sum(event["samples"] for event in fetches) or 1, sum(map(seconds_of, fetches))
     hot = loader.hottest_line(*LOADING)[0] or loader.line
     slow = _slow_samples(loader)
     if slow:
+        waiting = facts["workers"] > 1 and facts["in_order"]
         yield Cause(
             "slow-samples",
             hot,
-            f"{len(slow)} of {samples} samples take {sum(slow.values()) / (sum(map(seconds_of, fetches)) or 1.0):.0%} of the time (as "
-            f"{', '.join(list(slow)[:3])}), and finished batches wait behind them: in_order=False, or make them faster",
+            f"{len(slow)} of {samples} samples take {sum(slow.values()) / fetched_s:.0%} of the time (as {', '.join(list(slow)[:3])})"
+            + (", and finished batches wait behind them: in_order=False, or" if waiting else ":")
+            + " make them faster",
         )
     threads = max((worker.profile.get("busy_threads", 0) for worker in loader.workers), default=0)
     if facts["workers"] and threads and facts["workers"] * (threads + 1) > cores:
@@ -133,17 +126,13 @@ def _slow(loader: Loader, cores: int) -> Iterator[Cause]:
             f"each of {facts['workers']} workers computes in {threads + 1} threads, on {cores} cores: in worker_init_fn, "
             "torch.set_num_threads(1) and cv2.setNumThreads(0)",
         )
-    per_sample = mean(map(seconds_of, fetches)) * len(fetches) / samples
-    if (
-        facts["tensors"]
-        and facts["samples"]
-        and per_sample < FAST_SAMPLE_S
-        and any(event["slowest"] for event in fetches)
-    ):
+    per_sample = fetched_s / samples
+    if facts["tensors"] and per_sample < FAST_SAMPLE_S and any(event["slowest"] for event in fetches):
+        _, owner, name, _ = facts["tensors"][0]
         yield Cause(
             "tensor-by-sample",
             hot,
-            f"{facts['dataset']}.{facts['tensors'][0][2]} lies in memory, and {samples:,} samples are fetched and collated one by one, "
+            f"{owner or 'the module'}.{name} lies in memory, and {samples:,} samples are fetched and collated one by one, "
             f"{1e6 * per_sample:.0f} µs each: index it with a whole batch (__getitems__, or a BatchSampler as sampler)",
         )
         return
@@ -153,7 +142,7 @@ def _slow(loader: Loader, cores: int) -> Iterator[Cause]:
     if floats > size / 2 and size > MEGABYTE and converts + travels >= SLOW_SHARE:
         yield Cause(
             "floats-for-bytes",
-            first_line(FLOATS, dict.fromkeys([*_files(loader), loader.line.rpartition(":")[0]])) or loader.line,
+            first_line(FLOATS, _files(loader)) or loader.line,
             f"a batch has {size / MEGABYTE:.1f} MB of floats that were bytes; to convert, collate and send them takes "
             f"{converts + travels:.0%} of its time: send uint8 (PILToTensor), and convert on the device",
         )
@@ -168,9 +157,10 @@ def _slow(loader: Loader, cores: int) -> Iterator[Cause]:
         now = (
             f"{facts['workers']} workers, busy for {busy:.0%}"
             if facts["workers"]
-            else "no workers: nothing loads while it trains"
+            else "no workers, so nothing loads while it trains"
         )
-        yield Cause("too-few-workers", loader.line, f"{now}, on {cores} cores: num_workers={cores}")
+        advice = f"more workers, at most {cores} for all ranks together"
+        yield Cause("too-few-workers", loader.line, f"{now}, on {cores} cores: {advice}")
 
 
 def _starts(loader: Loader) -> Iterator[Cause]:
@@ -211,7 +201,7 @@ def _slow_samples(loader: Loader) -> dict[str, float]:
 def _hottest(loader: Loader) -> Iterator[Cause]:
     line, share = loader.hottest_line("getitem")
     costs = loader.per_batch()
-    if costs["__getitem__"] >= DOMINATES * sum(costs[stage] for stage in ("__getitem__", "collate", "IPC out")):
+    if costs["__getitem__"] >= DOMINATES * sum(costs[stage] for stage in ("__getitem__", "collate", "IPC out")) > 0:
         yield Cause(
             "slow-getitem",
             line or loader.facts["getitem"] or loader.line,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import tempfile
 from collections.abc import Callable, Sequence
@@ -9,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common.command_line.cli import option
-from common.errors import UsageError
 from common.foreign_script import start
 from common.foreign_script.failure import why_failed
 from common.foreign_script.run import Outcome, injected, run
@@ -18,10 +18,9 @@ from dataloading.doctor.causes import Cause, find
 from dataloading.doctor.hangs import Patience, explain
 from dataloading.doctor.measured import Loader, read
 from dataloading.doctor.report import report
+from dataloading.doctor.watch.events import DIRECTORY_VARIABLE
 
 WATCH = Path(__file__).parent / "watch" / "__init__.py"
-SYNC_BATCHNORM = Path(__file__).parent / "one_rank.py"
-DIRECTORY_VARIABLE = "LOADER_DOCTOR_DIRECTORY"  # by which the watch knows where to write
 LONGEST_S = 3600.0  # for a script without loaders
 
 
@@ -46,10 +45,12 @@ class DoctorConfig:
 class Examined:
     """The result of a run.
 
+    :param config: its settings, with the start that the script needs
     :param failed: why the run could not be examined whole; empty if it could
     :param hangs: whether a loader gave no batch any more
     """
 
+    config: DoctorConfig
     loaders: list[Loader]
     causes: dict[str, list[Cause]]
     failed: str
@@ -64,6 +65,9 @@ def examine(config: DoctorConfig, script: Sequence[str], say: Callable[[str], ob
     with tempfile.TemporaryDirectory(prefix="loader-doctor-") as name:
         patience = Patience(Path(name), config.seconds, config.timeout)
         outcome = _run(config, script, patience)
+        if config.start == "auto" and start.misses_torchrun(outcome, patience.directory):
+            config = dataclasses.replace(config, start="torchrun")
+            outcome = _run(config, script, patience)
         loaders = read(Path(name))
     causes = {loader.line: find(loader, usable_cores()) for loader in loaders}
     for loader in loaders:
@@ -75,14 +79,14 @@ def examine(config: DoctorConfig, script: Sequence[str], say: Callable[[str], ob
     failed = why_failed(outcome) if outcome.status else ""
     if not (loaders or failed or patience.hangs):
         failed = "no DataLoader was iterated over: the script makes its batches in another way, or starts Python without the watch"
-    return Examined(loaders, causes, failed, patience.hangs)
+    return Examined(config, loaders, causes, failed, patience.hangs)
 
 
 def launch(config: DoctorConfig, script: Sequence[str]) -> tuple[list[str], dict[str, str], list[Path]]:
     """The arguments of Python, the environment, and what must be loaded in each process for it to run."""
     device = start.device_for(config.device, 1)
     by_torchrun = config.start == "torchrun" or (config.start == "auto" and start.wants_torchrun(script))
-    environment = start.environment_for(device, 1, script, SYNC_BATCHNORM)
+    environment = start.environment_for(device, 1, script)
     if not by_torchrun and "OMP_NUM_THREADS" not in os.environ:
         del environment["OMP_NUM_THREADS"]  # without torchrun, nobody sets it
     command = start.command(script, 1, "torchrun" if by_torchrun else "python")
@@ -93,11 +97,3 @@ def _run(config: DoctorConfig, script: Sequence[str], patience: Patience) -> Out
     command, environment, needed = launch(config, script)
     watched = {**injected(*needed, WATCH), DIRECTORY_VARIABLE: os.fspath(patience.directory)}
     return run(command, {**environment, **watched}, LONGEST_S, patience.directory, None, patience.is_over)
-
-
-def require_script(script: Sequence[str]) -> None:
-    """:raises UsageError: without a script that can be run"""
-    if not script:
-        raise UsageError("which script? python -m dataloading.doctor -- train.py ARGUMENTS")
-    if script[0] != "-m" and not Path(script[0]).is_file():
-        raise UsageError(f"{script[0]}: there is no such script")

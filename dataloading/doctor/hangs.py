@@ -1,23 +1,17 @@
-"""A loader that gives no batch any more: where each of its processes is, and what it waits for."""
+"""A loader that gives no batch any more: where each of its processes is, and which threads lived before its workers."""
 
 from __future__ import annotations
 
-import contextlib
 import re
 import struct
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
-from common.foreign_script.failure import own_lines
+from common.foreign_script.failure import own_lines, short
 from dataloading.doctor.measured import Loader
-from dataloading.doctor.source import short, text_of
-
-WAITS = {
-    "a child process": r"in (waitpid|wait4|_wait|_try_wait|communicate|poll)$",
-    "a lock or another thread": r"in (acquire|wait|_wait_for_tstate_lock|join|__enter__)$",
-}
+from dataloading.doctor.source import text_of
 
 
 @dataclass
@@ -25,36 +19,25 @@ class Patience:
     """Decides when a watched run is over: some seconds after its first batch, or when no batch comes any more.
 
     :ivar hangs: whether no batch has come in ``timeout`` seconds
-    :ivar children: of each process then, their names
     """
 
     directory: Path
     seconds: float
     timeout: float
     hangs: bool = False
-    children: dict[int, list[str]] = field(default_factory=dict)
 
     def is_over(self) -> bool:
-        """To be asked all the time."""
+        """Called every 0.2 s while the script runs."""
         now = time.monotonic()
         for path in self.directory.glob("*.waits"):
             if len(content := path.read_bytes()) == struct.calcsize("dd"):
                 since, first = struct.unpack("dd", content)
                 if since and now - since > self.timeout:
                     self.hangs = True
-                    self._look()
                     return True
                 if first and now - first > self.seconds and not (since and now - since > 1.0):
                     return True
         return False
-
-    def _look(self) -> None:
-        import psutil  # not for --help
-
-        for path in self.directory.glob("*.stack"):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                names = [" ".join(child.cmdline()[:3]) for child in psutil.Process(int(path.stem)).children()]
-                self.children[int(path.stem)] = names
 
 
 def explain(loaders: list[Loader], stacks: Sequence[str], patience: Patience) -> Iterator[str]:
@@ -71,13 +54,8 @@ def explain(loaders: list[Loader], stacks: Sequence[str], patience: Patience) ->
             yield f"  {name} (process {pid}) waits for indices"
             continue
         innermost = next(iter(re.findall(r"^  File .*", main, re.MULTILINE)), "")
-        waits = next((what for what, pattern in WAITS.items() if re.search(pattern, innermost)), "")
-        yield (
-            f"  {name} (process {pid}) is at {line or 'no line of the script'}: {text_of(line) if line else innermost.strip()}"
-            + (f", and waits for {waits}" if waits else "")
-        )
-        if pid in slots:
-            yield from (f"    its child: {child}" for child in patience.children.get(pid, []))
+        text = text_of(line) if line else innermost.strip()
+        yield f"  {name} (process {pid}) is at {line or 'no line of the script'}: {text}"
     for loader in loaders:
         for worker in loader.workers:
             if not worker.events:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from common.foreign_script.failure import short
 from dataloading.doctor.causes import Cause
 from dataloading.doctor.measured import LOADING, Loader, mean, seconds_of
-from dataloading.doctor.source import short, text_of
+from dataloading.doctor.source import text_of
 
 MOST_LINES, LEAST_SHARE = 6, 0.03
 SLOWEST = 5
-MOVES = (".to(", ".cuda(")
 
 
 def report(loader: Loader, causes: list[Cause], trains: bool = True) -> Iterator[str]:
@@ -31,8 +31,6 @@ def report(loader: Loader, causes: list[Cause], trains: bool = True) -> Iterator
     epochs = f"{count} iterations" if count > 1 else "one iteration"
     endless = " of a data set that does not tell its length" if facts["batches"] is None else f" of {facts['batches']}"
     yield f"  seen: {batches} batches in {loader.loop_s:.1f} s, in {epochs}{endless}"
-    if facts["generator"]:
-        yield "  its data set is a generator object: it can be iterated once, so nothing can be tried out with it"
     if not batches:
         yield "  it gave no batch"
         return
@@ -57,8 +55,7 @@ def _matters(loader: Loader, trains: bool) -> Iterator[str]:
 
 
 def _stages(loader: Loader) -> Iterator[str]:
-    costs = loader.per_batch() | {".to(device)": _moving_s(loader)}
-    stages = ", ".join(f"{name} {_ms(seconds)}" for name, seconds in costs.items() if seconds >= 5e-6)
+    stages = ", ".join(f"{name} {_ms(seconds)}" for name, seconds in loader.per_batch().items() if seconds >= 5e-6)
     yield f"  where the time goes, for a batch of {loader.bytes_per_batch() / 1e6:.2f} MB: {stages}"
     starts = loader.starts()
     if loader.facts["workers"] and starts:
@@ -77,19 +74,6 @@ def _stages(loader: Loader) -> Iterator[str]:
             yield f"    worker {slot}: {len(fetches)} batches, {_ms(cost)} each, busy for {mean(worker.busy for worker in own):.0%}{text}"
 
 
-def _moving_s(loader: Loader) -> float:
-    """Seconds per batch in lines that move it to a device, as sampled."""
-    moving = [
-        seconds
-        for main in loader.mains
-        for phase, line, function, seconds in main.profile["seconds"]
-        if phase == "other"
-        and (not function or "stand_in" in function)
-        and any(move in text_of(line) for move in MOVES)
-    ]
-    return float(sum(moving)) / len(loader.all("batch"))
-
-
 def _lines(loader: Loader) -> Iterator[str]:
     of = "the workers" if loader.facts["workers"] else "the main process"
     hottest = [(place, share) for place, share in loader.hottest(*LOADING) if share >= LEAST_SHARE][:MOST_LINES]
@@ -105,10 +89,8 @@ def _lines(loader: Loader) -> Iterator[str]:
 
 
 def _ms(seconds: float) -> str:
-    return (
-        f"{seconds:.2f} s"
-        if seconds >= 1
-        else f"{1e3 * seconds:.1f} ms"
-        if seconds >= 1e-3
-        else f"{1e6 * seconds:.0f} µs"
-    )
+    if seconds >= 1:
+        return f"{seconds:.2f} s"
+    if seconds >= 1e-3:
+        return f"{1e3 * seconds:.1f} ms"
+    return f"{1e6 * seconds:.0f} µs"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import linecache
-import os
 import re
 from collections.abc import Iterable
 
@@ -13,11 +12,6 @@ def text_of(place: str) -> str:
     """The text of ``file:line``."""
     file, _, line = place.rpartition(":")
     return linecache.getline(file, int(line)).strip() if file else ""
-
-
-def short(place: str) -> str:
-    """``file:line`` as it is printed: below the working directory without its path."""
-    return place.removeprefix(os.getcwd() + os.sep)
 
 
 def line_of_attribute(file: str, owner: str, attribute: str) -> str:

@@ -122,7 +122,7 @@ def audit(config: AuditConfig, script: Sequence[str], say: Callable[[object], ob
     :param say: gets each line to print, as soon as it is known
     :raises UsageError: without a script that can be run, or if the settings do not suit it
     """
-    require_script(script)
+    start.require_script(script, "ddp.audit")
     require_ignored(config.ignore, Path(script[0]))
     if config.ranks % config.nodes:
         raise UsageError(f"--ranks {config.ranks} cannot be divided among --nodes {config.nodes}")
@@ -250,16 +250,6 @@ def _run_again(
             sys.stderr.write("".join(own.splitlines(keepends=True)[-OUTPUT_LINES:-1]))
             raise UsageError(f"{' '.join(script)} {'hangs' if outcome.status is None else 'fails'}")
         return trace
-
-
-def require_script(script: Sequence[str]) -> None:
-    """:raises UsageError: without a script that can be run"""
-    if not script:
-        raise UsageError("which script? python -m ddp.audit -- train.py ARGUMENTS")
-    if "RANK" in os.environ:
-        raise UsageError("this runs under torchrun already (RANK is set): the audit starts the script's ranks itself")
-    if script[0] != "-m" and not Path(script[0]).is_file():
-        raise UsageError(f"{script[0]}: there is no such script")
 
 
 def _summary(trace: Trace, report: Report, device: str) -> str:

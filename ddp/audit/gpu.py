@@ -18,7 +18,6 @@ from common.errors import UsageError
 from common.foreign_script import start
 from common.foreign_script.failure import why_failed
 from common.foreign_script.run import injected
-from ddp.audit.audit import require_script
 from ddp.audit.launch import SYNC_BATCHNORM
 
 
@@ -37,7 +36,7 @@ class GPUConfig:
 def main() -> None:
     own, script = split_arguments(sys.argv[1:], GPUConfig)
     config = parse(GPUConfig, "ddp.audit.gpu", __doc__, own)
-    require_script(script)
+    start.require_script(script, "ddp.audit.gpu")
     environment = start.environment_for("stand-in", config.ranks, script, SYNC_BATCHNORM) | injected(start.STAND_IN)
     with tempfile.TemporaryDirectory() as folder:
         outcome = start.run_ranks(script, config.ranks, config.start, environment, config.timeout, Path(folder))

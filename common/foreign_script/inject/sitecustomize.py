@@ -19,7 +19,7 @@ from typing import Any
 HERE = Path(__file__).parent
 WATCH_VARIABLE = "FOREIGN_SCRIPT_WATCH"
 TRACEBACKS_VARIABLE = "FOREIGN_SCRIPT_TRACEBACKS"  # a folder for those of the errors that end a process
-LOCAL_RANK_VARIABLE = "FOREIGN_SCRIPT_LOCAL_RANK"  # a flag, and the script that gets its local rank by it
+LOCAL_RANK_VARIABLE = "FOREIGN_SCRIPT_LOCAL_RANK"  # a flag, and the script or module that gets its local rank by it
 
 
 class WatchTorch:
@@ -70,7 +70,7 @@ _execute(  # a sitecustomize of the machine's own, which this one hides
 )
 if LOCAL_RANK_VARIABLE in os.environ and "LOCAL_RANK" in os.environ:
     flag, _, script = os.environ[LOCAL_RANK_VARIABLE].partition(os.pathsep)
-    if sys.argv[0] == script:  # and not a process that it starts
+    if sys.orig_argv[-len(sys.argv)] == script:  # and not a process that it starts; argv[0] of a module is still "-m"
         sys.argv.insert(1, f"{flag}={os.environ['LOCAL_RANK']}")
 if TRACEBACKS_VARIABLE in os.environ:
     sys.excepthook = _write_traceback

@@ -132,6 +132,8 @@ def data_parallel_init(original: Any, self: Any, module: Any, *args: Any, **kwar
 
 @functools.cache
 def _load_sync_batchnorm() -> Any:
+    if "STAND_IN_SYNC_BATCHNORM" not in os.environ:  # on one rank, its statistics are those of all
+        return nn.modules.batchnorm._BatchNorm
     spec = importlib.util.spec_from_file_location(
         f"{__package__}.sync_batchnorm", os.environ["STAND_IN_SYNC_BATCHNORM"]
     )

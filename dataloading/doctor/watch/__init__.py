@@ -6,7 +6,9 @@ hands on each batch, index and exception as it is.
 
 from __future__ import annotations
 
+import faulthandler
 import os
+import signal
 
 
 def install() -> None:
@@ -28,8 +30,9 @@ def begin(directory: str) -> None:
 
 
 def end() -> None:
-    """Watch no more."""
+    """Watch no more, and leave no signal's handler and no open file."""
     from . import events, sampling
 
+    faulthandler.unregister(signal.SIGUSR2)
     sampling.sampler.finish()
     events.begin(None)

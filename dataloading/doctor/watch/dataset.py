@@ -27,9 +27,9 @@ def describe(loader: data.DataLoader[Any]) -> dict[str, Any]:
     dataset = loader.dataset
     length, iterable = _length(dataset), isinstance(dataset, data.IterableDataset)
     held = list(_held(dataset))
+    long = [one for one in held if isinstance(one[2], (list, tuple, dict)) and len(one[2]) >= MANY]
     return {
         "dataset": type(dataset).__name__,
-        "generator": any(inspect.isgenerator(one) for one in (dataset, *(value for _, _, value in held))),
         "samples": length,
         "batches": None if iterable else _length(loader),  # asked of a stream, it would warn later
         "batch_size": loader.batch_size or getattr(loader.batch_sampler, "batch_size", None),
@@ -37,13 +37,13 @@ def describe(loader: data.DataLoader[Any]) -> dict[str, Any]:
         "method": start_method(loader),
         "persistent": loader.persistent_workers,
         "prefetch": loader.prefetch_factor or 0,
+        "in_order": loader.in_order,
         "getitem": _line_of_method(dataset),
         "collate": getattr(loader.collate_fn, "__name__", type(loader.collate_fn).__name__),
         "handles": [(*_place(owner), name, type(value).__name__) for owner, name, value in held if _is_handle(value)],
         "lists": [
             (*_place(owner), name, f"{type(value).__name__} of {len(value):,}")
-            for owner, name, value in held
-            if isinstance(value, (list, tuple, dict)) and len(value) >= MANY
+            for owner, name, value in sorted(long, key=lambda one: -len(one[2]))
         ],
         "tensors": [
             (*_place(owner), name, type(value).__name__)
@@ -69,19 +69,17 @@ def _is_handle(value: Any) -> bool:
     if isinstance(value, io.IOBase):
         try:
             return not value.closed and value.fileno() > 2
-        except (OSError, ValueError):
-            return False  # a file in memory
+        except Exception:  # a file in memory, or of whatever kind the script makes
+            return False
     return isinstance(value, HANDLES) or type(value).__module__.partition(".")[0].lstrip("_") in HANDLE_MODULES
 
 
 def _place(owner: Any) -> tuple[str, str]:
-    """The file that makes an attribute, and the class; the class is empty for a module."""
-    if inspect.ismodule(owner):
-        return owner.__file__ or "", ""
-    try:
-        return inspect.getsourcefile(type(owner)) or "", type(owner).__name__
-    except TypeError:  # a class of a notebook
-        return "", type(owner).__name__
+    """The file of the script that makes an attribute, and the class; the class is empty for a module, the file in a notebook."""
+    is_module = inspect.ismodule(owner)
+    module = owner if is_module else sys.modules.get(type(owner).__module__)
+    file = getattr(module, "__file__", None) or ""
+    return file if is_own(file) else "", "" if is_module else type(owner).__name__
 
 
 def _line_of_method(dataset: Any) -> str:

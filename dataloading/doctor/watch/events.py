@@ -20,13 +20,16 @@ _PACKAGES = ("site-packages", "dist-packages")
 
 lines: dict[int, str] = {}  # where the script itself made a loader of the data set with this id
 _directory = os.environ.get(DIRECTORY_VARIABLE)  # of the events of all processes; None while nothing is watched
+_files: dict[str, int] = {}
 
 
 def begin(directory: str | None) -> None:
     """Write events into another directory from now on; with None, none."""
     global _directory
     _directory = directory
-    file_of.cache_clear()
+    for file in _files.values():
+        os.close(file)
+    _files.clear()
 
 
 def watched() -> bool:
@@ -39,16 +42,17 @@ def path_of(suffix: str) -> str:
     return f"{_directory}/{os.getpid()}.{suffix}"
 
 
-@functools.cache
 def file_of(suffix: str) -> int:
     """A file of this process, which a forked one does not share."""
-    return os.open(path_of(suffix), os.O_CREAT | os.O_RDWR, 0o600)
+    if suffix not in _files:
+        _files[suffix] = os.open(path_of(suffix), os.O_CREAT | os.O_RDWR, 0o600)
+    return _files[suffix]
 
 
 def emit(kind: str, **fields: Any) -> None:
     """Write an event at once, since a process may be killed."""
     if watched():
-        os.write(file_of("events"), json.dumps({"kind": kind, **fields}).encode() + b"\n")
+        os.write(file_of("events"), json.dumps({"kind": kind, **fields}, default=str).encode() + b"\n")
 
 
 def frames(frame: FrameType | None) -> Iterator[FrameType]:
@@ -111,4 +115,4 @@ def replace(owner: Any, name: str) -> Callable[[Callable[..., Any]], Callable[..
     return decorate
 
 
-os.register_at_fork(after_in_child=file_of.cache_clear)
+os.register_at_fork(after_in_child=_files.clear)

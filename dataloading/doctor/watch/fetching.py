@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.utils import data
 
-# HACK: DataLoader's own parts.
+# HACK: DataLoader's own parts. If torch renames one, the script ends with an ImportError or AttributeError that names it.
 from torch.utils.data._utils import fetch, worker
 
 from .events import emit, file_of, replace, where

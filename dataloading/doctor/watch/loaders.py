@@ -6,7 +6,6 @@ import contextlib
 import itertools
 import multiprocessing
 import os
-import shutil
 import struct
 import sys
 import threading
@@ -21,13 +20,13 @@ from torch import Tensor
 from torch.utils import data
 from torch.utils._pytree import tree_leaves
 
-# HACK: DataLoader's own parts.
+# HACK: DataLoader's own parts. If torch renames one, the script ends with an ImportError or AttributeError that names it.
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from .dataset import describe
 from .events import emit, file_of, frames, is_own, line_of, made_at, replace, where
 from .fetching import listen
-from .sampling import THREAD, sampler
+from .sampling import sampler
 
 LOOKS = 2  # batches of an iteration that are looked at closely
 ELEMENTS, BYTE_VALUES = 4096, 256
@@ -67,7 +66,7 @@ def iterate(original: Any, self: Any) -> Any:
     if self not in numbers:
         numbers[self] = next(_loaders)
         line = getattr(self, "_doctor_line", "") or where()
-        emit("loader", loader=numbers[self], line=line, shm=shutil.disk_usage("/dev/shm").free, **describe(self))
+        emit("loader", loader=numbers[self], line=line, **describe(self))
         listen()
     sampler.stop()
     _take("pickled", "pickled_bytes")
@@ -175,7 +174,7 @@ def _before_fork() -> None:
         return
     stacks, alive = sys._current_frames(), []
     for thread in threading.enumerate():
-        if thread is not threading.main_thread() and thread.name not in ("QueueFeederThread", THREAD):
+        if thread is not threading.main_thread() and thread.name != "QueueFeederThread":
             own = [one for one in frames(stacks.get(thread.ident or 0)) if is_own(one.f_code.co_filename)]
             alive.append((thread.name, line_of(own[0] if own else None)))
     if alive:

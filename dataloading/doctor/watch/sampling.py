@@ -26,7 +26,6 @@ FETCH = "torch.utils.data._utils.fetch"
 # Where the main process waits for a batch, and a worker for indices.
 WAITS = {"_worker_loop", "_get_data", "_try_get_data"}
 BUSY = 0.1  # of the main thread's processor time, with which another thread counts
-THREAD = "loader-doctor"
 
 
 class Sampler:
@@ -54,7 +53,7 @@ class Sampler:
     def start(self) -> None:
         if self._thread is None and watched():
             self._stop.clear()
-            self._thread = threading.Thread(target=self._run, name=THREAD, daemon=True)
+            self._thread = threading.Thread(target=self._run, name="loader-doctor", daemon=True)
             self._thread.start()
 
     def stop(self) -> None:

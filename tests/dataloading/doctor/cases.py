@@ -27,13 +27,11 @@ class Case:
 
     :param command: its name, or ``-m`` and a module, as after ``dataloading.doctor --``
     :param cause: the short name of its planted cause; empty if it is fast, and nothing should be said
-    :param helps: a setting that should help; empty if the code has to change
     :param needs: a package that may be missing
     """
 
     command: str
     cause: str = ""
-    helps: str = ""
     needs: str = "torch"
 
     @property
@@ -52,23 +50,23 @@ class Case:
 
 
 CASES = (
-    Case("slow_samples.py", "slow-samples", "in_order=False"),
-    Case("restarted_workers.py", "workers-restarted", "persistent_workers=True"),
-    Case("too_many_threads.py", "too-many-threads", "one thread per worker"),
-    Case("floats_for_bytes.py", "floats-for-bytes", "uint8"),
+    Case("slow_samples.py", "slow-samples"),
+    Case("restarted_workers.py", "workers-restarted"),
+    Case("too_many_threads.py", "too-many-threads"),
+    Case("floats_for_bytes.py", "floats-for-bytes"),
     Case("python_list.py", "python-list-copied"),
-    Case("spawned_annotations.py", "dataset-pickled", "persistent_workers=True"),
+    Case("spawned_annotations.py", "dataset-pickled"),
     Case("tensor_by_sample.py", "tensor-by-sample"),
     Case("shared_database.py", "shared-handle"),
     Case("growing_cache.py", "growing-workers"),
     Case("json_per_sample.py", "slow-getitem"),
     Case("full_size_photos.py", "slow-getitem"),
     Case("pixel_loop.py", "slow-getitem"),
-    Case("remote_files.py", "slow-getitem", "threads"),
+    Case("remote_files.py", "slow-getitem"),
     Case("-m textproject.train", "slow-collate"),
-    Case("no_workers.py", "too-few-workers", "num_workers=2"),
+    Case("no_workers.py", "too-few-workers"),
     Case("accelerate_loop.py", "slow-getitem", needs="accelerate"),
-    Case("lightning_loop.py", "too-few-workers", "num_workers=2", needs="lightning"),
+    Case("lightning_loop.py", "too-few-workers", needs="lightning"),
     Case("fast_vectors.py"),
     Case("fast_photos.py"),
 )

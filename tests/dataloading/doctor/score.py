@@ -20,9 +20,8 @@ def named(folder: Path, case: Case) -> str:
     """The line with the planted cause, or what is said instead."""
     done = run_command("dataloading.doctor", *FLAGS, "--", *shlex.split(case.command), cwd=folder, timeout_s=300)
     lines = done.stdout.splitlines()
-    found = [
-        line for line in lines if f": {case.cause}: " in line and any(map(line.__contains__, case.planted_lines()))
-    ]
+    right = tuple(f"{place}: {case.cause}: " for place in case.planted_lines())
+    found = [line for line in lines if line.startswith(right)]
     if case.cause:
         return f"right  {found[0]}" if found else f"wrong  {[line for line in lines if line[:1].isalpha()][1:]}"
     return "right  nothing is said" if lines[-1:] == ["nothing wrong was found"] else f"wrong  {lines}"

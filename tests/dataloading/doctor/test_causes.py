@@ -33,7 +33,7 @@ def script(tmp_path: Path) -> str:
 def loader(script: str, *, wait: float = 0.08, use: float = 0.02, **facts: Any) -> Loader:
     """Forty batches of eight samples, from two workers; a worker takes 0.2 s for each, and rests."""
     settings = {"line": f"{script}:20", "getitem": f"{script}:6", "dataset": "Clips", "workers": 2, "method": "fork"}
-    settings |= {"prefetch": 2, "samples": 320, "shm": 1e9, "collate": "default_collate"}
+    settings |= {"prefetch": 2, "in_order": True, "samples": 320, "collate": "default_collate"}
     settings |= {"handles": [], "lists": [], "tensors": [], **facts}
     start = event("iterator", 0.0, 0.0, iterator=0, reused=False, workers=[1, 2], pickled=0.0, pickled_bytes=0)
     begins = [number * (wait + use) for number in range(40)]
@@ -79,6 +79,12 @@ def test_few_slow_samples_are_named_by_index(script: str) -> None:
         slow["slowest"] = [(slow["slowest"][0][0], 3.0)]
     assert names(record) == {"slow-samples": 7}
     assert "4 of 320 samples" in find(record, 2)[0].text and "0-5, 0-15, 1-5" in find(record, 2)[0].text
+    assert find(record, 2)[0].text.endswith(
+        ", and finished batches wait behind them: in_order=False, or make them faster"
+    )
+    for nothing_waits in ({"in_order": False}, {"workers": 1}):
+        record.facts |= nothing_waits
+        assert find(record, 1)[0].text.endswith("): make them faster")
 
 
 def test_fewer_workers_than_cores_are_named_if_they_are_busy(script: str) -> None:
@@ -116,7 +122,7 @@ def test_threads_of_workers_are_named_where_they_are_set(script: str) -> None:
     assert names(record) == {"too-many-threads": 20}
     record.workers[0].events.append(event("set_threads", 0.0, 0.0, line=f"{script}:2"))
     assert names(record) == {"too-many-threads": 2}
-    assert names(record, cores=16) != {"too-many-threads": 2}
+    assert names(record, cores=16) == {"slow-getitem": 7}
 
 
 def test_starts_of_workers_and_pickled_data_sets(script: str) -> None:
@@ -133,10 +139,11 @@ def test_starts_of_workers_and_pickled_data_sets(script: str) -> None:
 
 
 def test_a_tensor_that_is_fetched_sample_by_sample(script: str) -> None:
-    record = loader(script, tensors=[(script, "Clips", "images", "Tensor")])
+    record = loader(script, dataset="Subset", tensors=[(script, "Clips", "images", "Tensor")])
     for fetch in record.of_workers("fetch"):
         fetch.update(ended=fetch["began"] + 0.0002, collate=0.0)
     assert names(record) == {"tensor-by-sample": 7}
+    assert find(record, 2)[0].text.startswith("Clips.images lies in memory")
 
 
 @pytest.mark.parametrize(("floats", "name"), [(9 * MB, "floats-for-bytes"), (0, "slow-collate")])
@@ -147,9 +154,3 @@ def test_floats_that_were_bytes_and_slow_collating(script: str, floats: int, nam
     record.all("batch")[0].update(bytes=10 * MB, floats_of_bytes=floats)
     record.workers[0].profile["seconds"].append(("collate", f"{script}:8", "", 3.0))
     assert names(record) == {name: 7 if floats else 8}
-
-
-def test_shared_memory_that_is_too_small(script: str) -> None:
-    record = loader(script, wait=0.001, shm=64 * MB)
-    record.all("batch")[0].update(bytes=30 * MB, floats_of_bytes=0)
-    assert names(record) == {"small-dev-shm": 20}

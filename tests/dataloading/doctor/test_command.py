@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from dataloading.doctor.examine import DoctorConfig, examine
 from tests.support.launch import error_lines, run_command
 
 pytestmark = pytest.mark.examples
@@ -35,9 +36,12 @@ def hold():
 threading.Thread(target=hold, name="uploader", daemon=True).start()
 train(DataLoader(Locked(), 8, num_workers=1))
 """
-GENERATOR = (
-    "train(DataLoader(list(range(4)), 2))\ntrain(DataLoader((torch.ones(2) for _ in range(10)), batch_size=None))\n"
-)
+WANTS_TORCHRUN = """
+if "--spawn" in sys.argv: torch.multiprocessing.start_processes(train)
+torch.distributed.init_process_group("gloo")
+train(DataLoader(Samples(), 8))
+torch.distributed.destroy_process_group()
+"""
 
 
 def doctor(tmp_path: Path, script: str, *flags: str) -> tuple[int, str, list[str]]:
@@ -68,21 +72,16 @@ def test_an_endless_stream_is_ended(tmp_path: Path) -> None:
     assert "of a data set that does not tell its length" in report and "nothing wrong was found" in report
 
 
-def test_a_generator_as_data_set(tmp_path: Path) -> None:
-    """``DataLoader`` itself refuses it; the loader before it was seen."""
-    status, report, errors = doctor(tmp_path, GENERATOR)
-    assert status == 2
-    assert "DataLoader(list, batch_size=2" in report
-    assert "TypeError: object of type 'generator' has no len()" in errors[-1]
+def test_a_script_that_could_start_its_ranks_and_then_misses_torchrun(tmp_path: Path) -> None:
+    """It is run again under torchrun, and the trials know that."""
+    script, report = tmp_path / "train.py", list[str]()
+    script.write_text(LOOP + WANTS_TORCHRUN)
+    examined = examine(DoctorConfig(device="cpu"), [str(script)], report.append)
+    assert not examined.failed and examined.config.start == "torchrun"
+    assert "DataLoader(Samples, batch_size=8" in report[0]
 
 
 def test_a_script_without_a_loader(tmp_path: Path) -> None:
     status, _, errors = doctor(tmp_path, "print('trained')\n")
     assert status == 2
     assert "no DataLoader was iterated over" in errors[-1]
-
-
-def test_what_cannot_be_run(tmp_path: Path) -> None:
-    done = run_command("dataloading.doctor", "--", "nowhere.py", cwd=tmp_path)
-    assert done.returncode == 2
-    assert error_lines(done.stderr) == ["error: nowhere.py: there is no such script"]

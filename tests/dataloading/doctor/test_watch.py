@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
-from dataloading.doctor import diagnose, watch
+from dataloading.doctor import watch
 from dataloading.doctor.measured import read
 from dataloading.doctor.watch import fetching, sampling
+from dataloading.doctor.watch.dataset import MANY, describe
 
 
 class Noisy(Dataset[tuple[Tensor, float, float]]):
@@ -100,17 +105,18 @@ def test_a_sample_is_not_slow_where_other_programs_used_the_cores(monkeypatch: p
     assert fetch.samples == [(0.0, 7)]
 
 
-class Slow(Noisy):
-    def __getitem__(self, index: int) -> tuple[Tensor, float, float]:
-        return torch.tensor(float(sum(n * n for n in range(400_000)))), 0.0, 0.0
+def test_a_class_of_a_notebook_is_in_no_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "__main__", ModuleType("__main__"))
+    cell: Any = type("Cell", (Noisy,), {"__module__": "__main__"})()
+    cell.short, cell.long = list(range(MANY)), list(range(2 * MANY))
+    facts = describe(DataLoader(Subset(cell, list(range(MANY)))))
+    assert facts["lists"][0] == ("", "Cell", "long", "list of 40,000")
+    assert ("", "Subset", "indices", "list of 20,000") in facts["lists"]
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_one_loader_of_a_program_is_diagnosed_twice_alike(workers: int) -> None:
-    loader = DataLoader(Slow(), batch_size=10, num_workers=workers)
-    for _ in range(2):
-        report = diagnose(loader, trials=0)
-        assert "seen: 6 batches" in report
-        assert f"{Path(__file__).name}:" in report.splitlines()[0]
-        assert "sum(n * n for n in range" in report
-        assert ("slow-getitem" if workers else "too-few-workers") in report
+def test_nothing_is_left_of_a_watch(tmp_path: Path) -> None:
+    before, files = signal.getsignal(signal.SIGUSR2), os.listdir("/proc/self/fd")
+    watch.begin(str(tmp_path))
+    list(DataLoader(Noisy()))
+    watch.end()
+    assert signal.getsignal(signal.SIGUSR2) is before and os.listdir("/proc/self/fd") == files
