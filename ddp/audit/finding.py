@@ -34,7 +34,9 @@ class Kind(NamedTuple):
 def _kinds() -> dict[str, Kind]:
     """The kinds by name, in the order of the page: a heading and text for each detector, and below it one for each name."""
     kinds = {}
-    text = re.sub(r"\*\* \[(.+)\]\(.*\)$", r"** \1", PAGE.read_text(), flags=re.MULTILINE)  # the names of linked chapters
+    text = re.sub(
+        r"\*\* \[(.+)\]\(.*\)$", r"** \1", PAGE.read_text(), flags=re.MULTILINE
+    )  # the names of linked chapters
     for part in text.split("\n## ")[1:]:
         detector, *findings = part.split("\n### ")
         how = " ".join(detector.partition("\n")[2].split())
