@@ -38,6 +38,7 @@ from dataloading.dataset.latency import DelayedStorage
 from dataloading.dataset.sampler import ShuffledBatches, ShuffledSampler
 from dataloading.dataset.storage import BadFile, LocalFolder
 from dataloading.loader.fast_loader import FastLoader
+from tests.support.harm.disk import a_folder, empty
 
 WIDTH, HEIGHT = 24, 20
 BATCH_SIZE = 4
@@ -150,30 +151,20 @@ def order_of(files: ImageFiles, epoch: int = 0) -> list[int]:
 # Damage
 
 
-def _truncate(path: Path) -> None:
+def truncated(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-60])
 
 
-def _make_garbage(path: Path) -> None:
+def no_photo(path: Path) -> None:
     path.write_bytes(b"no picture at all" * 40)
 
 
-def _make_empty(path: Path) -> None:
-    path.write_bytes(b"")
-
-
-def _make_unreadable(path: Path) -> None:
-    """So that even root cannot read it."""
-    path.unlink()
-    path.mkdir()
-
-
 DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
-    "truncated": (_truncate, "is damaged: image file is truncated"),
-    "no JPEG": (_make_garbage, "is no JPEG file"),
-    "empty": (_make_empty, "is empty"),
+    "truncated": (truncated, "is damaged: image file is truncated"),
+    "no JPEG": (no_photo, "is no JPEG file"),
+    "empty": (empty, "is empty"),
     "vanished": (Path.unlink, "cannot be opened: No such file or directory"),
-    "unreadable": (_make_unreadable, "cannot be read: Is a directory"),
+    "unreadable": (a_folder, "cannot be read: Is a directory"),
 }
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from common.data import DECODERS
 from tests.adversary.attempt import Attempt, made_by
-from tests.dataloading.faults import save_picture
+from tests.dataloading.faults import no_photo, save_picture, truncated
 from tests.support.harm.disk import a_dangling_link, a_device, a_folder, a_pipe, empty
 
 BAD = "Person_0/Person_0_0001.jpg"  # the file that is replaced
@@ -23,16 +23,8 @@ def resized(path: Path, height: int, width: int) -> None:
     path.write_bytes(content)
 
 
-def truncated(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-60])
-
-
 def header_only(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:4])
-
-
-def no_photo(path: Path) -> None:
-    path.write_bytes(b"no picture at all" * 40)
 
 
 def a_png(path: Path) -> None:
