@@ -4,57 +4,20 @@ from __future__ import annotations
 
 import json
 import re
-import signal
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from tests.ddp.across_hosts import digests_as_if
-from tests.support.harm.kill import JOB, is_alive, wait_for_step
+from tests.support.harm.kill import JOB, wait_for_step
 from tests.support.harm.left import differences
-from tests.support.harm.network import NEW_STORES, TwoHosts, two_hosts
+from tests.support.harm.network import NEW_STORES, TwoHosts
 from tests.support.launch import run_ranks
 
 pytestmark = pytest.mark.faults
-
-
-def namespaces() -> str:
-    return subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
-
-
-HOLD = """
-import subprocess, sys, time
-from tests.support.harm.network import two_hosts
-with two_hosts() as hosts:
-    sleeper = subprocess.Popen([*hosts.b.command, "sleep", "1000"])
-    print(hosts.a.name, sleeper.pid, flush=True)
-    time.sleep(1000)
-"""
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_nothing_is_left(hosts: TwoHosts, number: int) -> None:
-    """After Ctrl-C at once, and after SIGKILL when the next two hosts are made."""
-    holder = subprocess.Popen(
-        [sys.executable, "-c", HOLD], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    )
-    assert holder.stdout is not None
-    with holder.stdout as out:
-        name, pid = out.readline().split()
-    sleeper = psutil.Process(int(pid))
-    assert name in namespaces()
-    holder.send_signal(number)
-    holder.wait(30)
-    if number == signal.SIGKILL:
-        with two_hosts():
-            pass
-    assert name not in namespaces()
-    assert not is_alive(sleeper)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
