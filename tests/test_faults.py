@@ -27,8 +27,9 @@ from common.training.metrics import read_metrics
 from ddp import train
 from ddp.checkpoint import list_checkpoints, storage
 from ddp.checkpoint.folder import MANIFEST
-from ddp.checkpoint.storage import Manifest, name_of
+from ddp.checkpoint.storage import name_of
 from ddp.job import Job
+from tests.ddp.jobs import newest
 from tests.support.harm.disk import can_mount, flip_bit, read_only, small_disk
 from tests.support.harm.kill import STEPS, VICTIMS, LaunchedRun, Run, forked_training, kill, training
 from tests.support.harm.left import assert_ends_as, assert_nothing_left, assert_nothing_runs, outcome
@@ -67,13 +68,6 @@ def refusal_of(run: LaunchedRun) -> str:
 def only_error(run: Run) -> str:
     (line,) = run.errors
     return line
-
-
-def newest(run_dir: Path) -> tuple[Path, Manifest]:
-    """The newest checkpoint that is whole."""
-    found = storage.newest(run_dir)
-    assert found is not None
-    return found
 
 
 def assert_finite(checkpoint: Path) -> None:

@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -45,7 +45,12 @@ BATCH_SIZE = 4
 
 
 def save_picture(
-    path: Path | io.BytesIO, seed: int, *, size: tuple[int, int] = (WIDTH, HEIGHT), mode: str = "RGB", **settings: Any
+    path: Path | io.BytesIO,
+    seed: int | list[int],
+    *,
+    size: tuple[int, int] = (WIDTH, HEIGHT),
+    mode: str = "RGB",
+    **settings: Any,
 ) -> None:
     """A JPEG of soft colours, another for each seed."""
     coarse = np.random.default_rng(seed).integers(0, 256, (4, 5, {"L": 1, "RGB": 3, "CMYK": 4}[mode]), np.uint8)
@@ -53,6 +58,16 @@ def save_picture(
         Image.fromarray(channel).resize(size, Image.Resampling.BICUBIC) for channel in coarse.transpose(2, 0, 1)
     ]
     Image.merge(mode, channels).save(path, "JPEG", **settings)
+
+
+def write_people(folder: Path, people: Mapping[str, int], size: tuple[int, int] = (WIDTH, HEIGHT)) -> Path:
+    """So many pictures of each person, in LFW's layout; a picture's content follows from its name."""
+    for person, count in people.items():
+        (folder / person).mkdir(parents=True)
+        for number in range(1, count + 1):
+            name = f"{person}_{number:04d}"
+            save_picture(folder / person / f"{name}.jpg", list(name.encode()), size=size)
+    return folder
 
 
 # Every way to load a folder: each yields the same (images uint8 [n, 3, height, width], labels) in the same order.

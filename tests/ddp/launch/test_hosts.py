@@ -52,7 +52,7 @@ def power_off(hosts: TwoHosts, two: subprocess.Popen[str]) -> None:
 
 @pytest.mark.parametrize("lose", [cut_off, power_off])
 def test_a_host_is_lost_and_comes_back(
-    tmp_path: Path, hosts: TwoHosts, on_one_host: Any, lose: Callable[[TwoHosts, subprocess.Popen[str]], None]
+    tmp_path: Path, hosts: TwoHosts, undisturbed: Any, lose: Callable[[TwoHosts, subprocess.Popen[str]], None]
 ) -> None:
     """A job goes on from its newest checkpoint after a host is lost and comes back.
 
@@ -71,4 +71,4 @@ def test_a_host_is_lost_and_comes_back(
             assert (one.wait(120), back.wait(60)) == (0, 0), first.read_text() + again.read_text()
     (resumed,) = re.findall(r"resuming after step (\d+),", first.read_text() + again.read_text())
     assert int(resumed) >= 10 and int(resumed) % 5 == 0
-    assert differences(folder, on_one_host) == []
+    assert differences(folder, undisturbed) == []
