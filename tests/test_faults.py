@@ -27,9 +27,10 @@ from common.training.metrics import read_metrics
 from ddp import train
 from ddp.checkpoint import list_checkpoints, storage
 from ddp.checkpoint.folder import MANIFEST
-from ddp.checkpoint.storage import Manifest, name_of
+from ddp.checkpoint.storage import name_of
 from ddp.job import Job
-from tests.support.harm.disk import can_mount, flip_bit, read_only, small_disk, truncate
+from tests.ddp.jobs import newest
+from tests.support.harm.disk import can_mount, flip_bit, read_only, small_disk
 from tests.support.harm.kill import STEPS, VICTIMS, LaunchedRun, Run, forked_training, kill, training
 from tests.support.harm.left import assert_ends_as, assert_nothing_left, assert_nothing_runs, outcome
 from tests.support.harm.network import TwoHosts, two_hosts, why_not
@@ -67,13 +68,6 @@ def refusal_of(run: LaunchedRun) -> str:
 def only_error(run: Run) -> str:
     (line,) = run.errors
     return line
-
-
-def newest(run_dir: Path) -> tuple[Path, Manifest]:
-    """The newest checkpoint that is whole."""
-    found = storage.newest(run_dir)
-    assert found is not None
-    return found
 
 
 def assert_finite(checkpoint: Path) -> None:
@@ -131,7 +125,7 @@ def test_damaged_checkpoints_are_passed_over(tmp_path: Path, undisturbed: Path, 
     checkpoints = list_checkpoints(run_dir / storage.FOLDER)
     last, before_last = reversed(checkpoints[-2:])
     size = (last / "model.pt").stat().st_size
-    truncate(last / "model.pt", size // 2)
+    os.truncate(last / "model.pt", size // 2)
     flip_bit(before_last / "optimizer.pt", size // 3)
     with training(run_dir, "--resume") as run:
         assert_ends_as(expected, run)
@@ -140,7 +134,7 @@ def test_damaged_checkpoints_are_passed_over(tmp_path: Path, undisturbed: Path, 
         assert (run_dir / storage.FOLDER / f"damaged-{last.name}").is_dir()
 
     for path in list_checkpoints(run_dir / storage.FOLDER):
-        truncate(path / MANIFEST, 0)
+        os.truncate(path / MANIFEST, 0)
     before = sorted(os.listdir(run_dir / storage.FOLDER))
     with training(run_dir, "--auto-resume") as run:
         line = refusal_of(run)

@@ -6,7 +6,6 @@ Nothing may be written, and nothing heavy done.
 from __future__ import annotations
 
 import fnmatch
-import importlib
 import re
 import shlex
 from pathlib import Path
@@ -15,6 +14,7 @@ import pytest
 
 from tests.adversary.run import files_below
 from tests.adversary.scenes import BEFORE_A_RUN, EVALUATE, RUN, finished_copy, photos
+from tests.support.commands import main_of
 from tests.support.user_errors import UserError
 
 # Flags after a command, and a part of the one line that must come out: these flags themselves, where there is no other.
@@ -118,6 +118,20 @@ WRONG: dict[str, list[str | tuple[str, str]]] = {
         ("engines --device cuda", r"--device cuda, but no CUDA device"),
         ("allreduce --device cuda", r"--device cuda, but no CUDA device"),
         ("overhead --image-size 30", r"--image-size 30 is no multiple of 28, the size of a glyph: use 28"),
+        ("allreduce --sizes 4,6", r"--sizes 6 is no multiple of the 4 bytes of a float32"),
+        ("allreduce --sizes 4", r"--sizes 4: give two or more"),
+        ("scaling --batch-size 145 --processes 1,2", r"--batch-size 145 does not divide"),
+        ("scaling --device cuda --processes 1,64", r"usable"),
+        ("memory --width 200", r"--width 200 is no multiple of 64, the width of a head: use 192 or 256"),
+    ],
+    "ddp.conformance": [
+        ("ddp.by_hand:NoSuchWrapper", r"has no 'NoSuchWrapper'"),
+        ("no_such_module:X", r"No module named 'no_such_module'"),
+        ("tests.ddp.conformance.wrappers:NUMBER", r"cannot be called"),
+        ("without_a_colon", r"name the wrapper as module:Class"),
+        ("--only no_such_check", r"--only no_such_check: no check has that in its name"),
+        ("--ranks 1", r"--ranks 1 is out of range"),
+        ("--compare runs/torch", r"unrecognized arguments: --compare"),
     ],
     "dataparallel.train --train-samples 144 --test-samples 16 --run-dir {here}/run": [
         "--devices gpu",
@@ -126,11 +140,18 @@ WRONG: dict[str, list[str | tuple[str, str]]] = {
         "--devices cuda:0",
         ("--wrapper ddp", r"--wrapper: invalid choice: 'ddp'"),
         ("--batch-size 500", r"--batch-size 500 is more than the 144 training samples"),
+        ("--batch-size 5 --devices cpu,cpu", r"--batch-size 5 does not divide over 2 devices: use a multiple of 2"),
+        ("--batch-size 2 --devices cpu,cpu --model resnet18", r"resnet18 cannot normalize a single sample on a device"),
+        ("--wrapper torch --devices cpu", r"--wrapper torch: nn.DataParallel knows no CPU devices: use --wrapper handwritten"),
+        ("--dataset lfw", r"--dataset: invalid choice: 'lfw'"),
         "--model nowhere:build",
     ],
     "dataparallel.bench --output {here}/bench": [
         "--batch-sizes 0",
         ("--batch-sizes 1,1", r"--batch-sizes: 1,1 names a value twice"),
+        ("--batch-sizes 1 --devices cpu,cpu", r"--batch-sizes 1 is too small for fashion-cnn on 2 devices"),
+        ("--batch-sizes 2 --devices cpu,cpu --model resnet18", r"too small for resnet18 on 2 devices"),
+        ("--devices cpu", r"--devices cpu is a single device"),
         "--devices mars",
     ],
     "dataloading.bench --output {here}/bench": [
@@ -139,6 +160,14 @@ WRONG: dict[str, list[str | tuple[str, str]]] = {
         ("--workers=", r"--workers: invalid int value: ''"),
         "--batch-size 0",
         ("--loader slow", r"--loader: invalid choice: 'slow'"),
+        ("--batch-size 8,0", r"--batch-size 0 is out of range"),
+        ("--batch-size 8,8", r"names a value twice"),
+        ("--workers 0,-2", r"--workers -2 is out of range"),
+        ("--loader fast-processes", r"invalid choice: 'fast-processes' \(choose from stock, fast\)"),
+        ("--dataset own:Boxes", r"python -m dataloading.doctor -- train.py"),
+        ("--start-method fork --image-size 64", r"--image-size has no meaning with --start-method"),
+        ("--start-method fork --workers 1,2", r"--workers 1,2: --start-method takes one number"),
+        ("--start-method fork --workers 0", r"--workers 0: --start-method takes one number"),
         ("--decoder guess", r"--decoder: invalid choice: 'guess'"),
         ("--augmentation all", r"--augmentation: invalid choice: 'all'"),
         "--prefetch-factor 0",
@@ -213,10 +242,7 @@ def test_a_mistake_is_one_line(
     before = files_below(here)
     monkeypatch.chdir(here)
     module, *arguments = (word.format(**names) for word in shlex.split(typed))
-    program = importlib.import_module(module)
-    if hasattr(program, "__path__"):
-        program = importlib.import_module(f"{module}.__main__")
-    assert re.search(line, user_error(program.main, *arguments))
+    assert re.search(line, user_error(main_of(module), *arguments))
     after = files_below(here)
     changed = [name for name in {*before, *after} if before.get(name) != after.get(name)]
     assert not [name for name in changed if not any(fnmatch.fnmatch(name, allowed) for allowed in BEFORE_A_RUN)]

@@ -46,7 +46,6 @@ class Attempt:
     :ivar at: when this is found in its output, ``signals`` are sent
     :ivar writes: patterns of files below ``{here}`` that it may write, change or remove; a file of any other name is unsafe
     :ivar most_bytes: of memory that it may take beyond what its imports have taken, when it must be refused
-    :ivar lines: how many error lines there must be, over all processes
     """
 
     command: str
@@ -61,8 +60,6 @@ class Attempt:
     signals: tuple[int, ...] = ()
     writes: tuple[str, ...] = ()
     most_bytes: int = MOST_BYTES
-    lines: int = 1
-    timeout_s: float = 120.0
 
 
 @dataclass(frozen=True)
@@ -108,7 +105,7 @@ def judge(attempt: Attempt, outcome: Outcome) -> Verdict:
     told = outcome.error_lines if attempt.status == 2 else [outcome.stdout + outcome.stderr]
     as_told = (
         set(outcome.statuses) == {attempt.status}
-        and len(told) == (attempt.lines if attempt.status == 2 else 1)
+        and len(told) == 1  # over all processes
         and all(re.search(attempt.line, text) for text in told)
         and (attempt.status == 2 or not outcome.error_lines)
     )

@@ -8,7 +8,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from tests.dataloading.faults import save_picture
+from tests.dataloading.faults import write_people
 from tests.support.ranks import run_forked
 
 TRAIN = "ddp.train --device cpu --threads 1 --train-samples 144 --test-samples 16 --batch-size 48 --epochs 1"
@@ -41,9 +41,4 @@ def finished_copy(folder: Path) -> Path:
 @functools.cache
 def photos() -> Path:
     """A folder of 24 photos of four people, in the layout of Labeled Faces in the Wild, made once."""
-    folder = _kept_folder() / "faces"
-    for person in range(4):
-        (folder / f"Person_{person}").mkdir(parents=True)
-        for number in range(1, 7):
-            save_picture(folder / f"Person_{person}" / f"Person_{person}_{number:04d}.jpg", 10 * person + number)
-    return folder
+    return write_people(_kept_folder() / "faces", {f"Person_{person}": 6 for person in range(4)})

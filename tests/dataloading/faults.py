@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,13 +38,19 @@ from dataloading.dataset.latency import DelayedStorage
 from dataloading.dataset.sampler import ShuffledBatches, ShuffledSampler
 from dataloading.dataset.storage import BadFile, LocalFolder
 from dataloading.loader.fast_loader import FastLoader
+from tests.support.harm.disk import a_folder, empty
 
 WIDTH, HEIGHT = 24, 20
 BATCH_SIZE = 4
 
 
 def save_picture(
-    path: Path | io.BytesIO, seed: int, *, size: tuple[int, int] = (WIDTH, HEIGHT), mode: str = "RGB", **settings: Any
+    path: Path | io.BytesIO,
+    seed: int | list[int],
+    *,
+    size: tuple[int, int] = (WIDTH, HEIGHT),
+    mode: str = "RGB",
+    **settings: Any,
 ) -> None:
     """A JPEG of soft colours, another for each seed."""
     coarse = np.random.default_rng(seed).integers(0, 256, (4, 5, {"L": 1, "RGB": 3, "CMYK": 4}[mode]), np.uint8)
@@ -52,6 +58,16 @@ def save_picture(
         Image.fromarray(channel).resize(size, Image.Resampling.BICUBIC) for channel in coarse.transpose(2, 0, 1)
     ]
     Image.merge(mode, channels).save(path, "JPEG", **settings)
+
+
+def write_people(folder: Path, people: Mapping[str, int], size: tuple[int, int] = (WIDTH, HEIGHT)) -> Path:
+    """So many pictures of each person, in LFW's layout; a picture's content follows from its name."""
+    for person, count in people.items():
+        (folder / person).mkdir(parents=True)
+        for number in range(1, count + 1):
+            name = f"{person}_{number:04d}"
+            save_picture(folder / person / f"{name}.jpg", list(name.encode()), size=size)
+    return folder
 
 
 # Every way to load a folder: each yields the same (images uint8 [n, 3, height, width], labels) in the same order.
@@ -150,30 +166,20 @@ def order_of(files: ImageFiles, epoch: int = 0) -> list[int]:
 # Damage
 
 
-def _truncate(path: Path) -> None:
+def truncated(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-60])
 
 
-def _make_garbage(path: Path) -> None:
+def no_photo(path: Path) -> None:
     path.write_bytes(b"no picture at all" * 40)
 
 
-def _make_empty(path: Path) -> None:
-    path.write_bytes(b"")
-
-
-def _make_unreadable(path: Path) -> None:
-    """So that even root cannot read it."""
-    path.unlink()
-    path.mkdir()
-
-
 DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
-    "truncated": (_truncate, "is damaged: image file is truncated"),
-    "no JPEG": (_make_garbage, "is no JPEG file"),
-    "empty": (_make_empty, "is empty"),
+    "truncated": (truncated, "is damaged: image file is truncated"),
+    "no JPEG": (no_photo, "is no JPEG file"),
+    "empty": (empty, "is empty"),
     "vanished": (Path.unlink, "cannot be opened: No such file or directory"),
-    "unreadable": (_make_unreadable, "cannot be read: Is a directory"),
+    "unreadable": (a_folder, "cannot be read: Is a directory"),
 }
 
 

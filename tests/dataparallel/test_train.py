@@ -23,7 +23,6 @@ from dataparallel.train import (
     train_epoch,
 )
 from tests.support.launch import run_forked
-from tests.support.user_errors import UserError
 
 CPU = torch.device("cpu")
 TINY = ("--train-samples", "288", "--test-samples", "101", "--epochs", "2")
@@ -141,19 +140,6 @@ def test_it_ends_with_a_summary_and_the_run_directory_has_everything(finished: P
     records = read_metrics(finished)
     assert [r["step"] for r in records if r["kind"] == "step"] == [4, 6, 8, 12]
     assert [r["test_accuracy"] for r in records if r["kind"] == "epoch"][-1] == result["test"]["accuracy"]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ("--batch-size 5 --devices cpu,cpu", "--batch-size 5 does not divide over 2 devices: use a multiple of 2"),
-        ("--batch-size 2 --devices cpu,cpu --model resnet18", "resnet18 cannot normalize a single sample on a device"),
-        ("--wrapper torch", "--wrapper torch: nn.DataParallel knows no CPU devices: use --wrapper handwritten"),
-        ("--dataset lfw", "--dataset: invalid choice: 'lfw'"),
-    ],
-)
-def test_a_mistake_is_one_line(user_error: UserError, tmp_path: Path, arguments: str, words: str) -> None:
-    assert words in user_error(train.main, "--devices", "cpu", "--run-dir", str(tmp_path / "run"), *arguments.split())
 
 
 def test_a_full_disk_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

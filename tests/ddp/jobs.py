@@ -99,7 +99,7 @@ def without_figures() -> Iterator[None]:
 
 def newest(run_dir: Path) -> RunCheckpoint:
     found = storage.newest(run_dir)
-    assert found is not None
+    assert found is not None, f"{run_dir} has no checkpoint"
     return found
 
 

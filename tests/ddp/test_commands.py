@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,7 @@ from PIL import Image
 
 from common.training.metrics import read_metrics
 from ddp import train
-from tests.support.launch import error_lines, run_command, run_forked, run_torchrun
+from tests.support.launch import run_forked, run_torchrun
 from tests.support.user_errors import UserError
 
 TINY = ("--train-samples", "432", "--test-samples", "101", "--epochs", "1", "--device", "cpu")
@@ -103,27 +102,3 @@ def test_after_a_refused_start_the_corrected_one_finds_an_empty_directory(
     line = user_error(train.main, *small, "--epochs", "1", "--device", "cpu", "--model", "json:dumps")
     assert "--model json:dumps takes other arguments" in line
     assert run_forked("ddp.train", *small, "--epochs", "1", "--device", "cpu")[0].returncode == 0
-
-
-def test_a_diverging_loss_is_warned_of_and_ends_the_run(tmp_path: Path) -> None:
-    flags = ("--lr", "1e30", "--epochs", "3", "--max-skipped-steps", "2", "--run-dir", str(tmp_path / "run"))
-    (done,) = run_forked("ddp.train", *TINY, *flags)
-    assert done.returncode == 2, done.stderr
-    assert len(re.findall(r"WARNING .* at step \d+: that step is skipped", done.stderr)) == 2
-    (line,) = error_lines(done.stderr)
-    assert "3 steps had to be skipped, more than --max-skipped-steps 2" in line
-
-
-def test_help_names_every_flag_and_default() -> None:
-    done = run_command("ddp.train", "--help")
-    assert (done.returncode, done.stderr) == (0, "")
-    text = " ".join(done.stdout.split())
-    for part in (
-        "--batch-size INT",
-        "(default: 144)",
-        "{glyphs,fashion-mnist,sums,lfw,folder,MODULE:FUNCTION}",
-        "--no-augment",
-        "30 % of it",
-        "12 on glyphs",
-    ):
-        assert part in text, part

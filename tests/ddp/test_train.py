@@ -27,6 +27,7 @@ from tests.ddp.jobs import (
     assert_identical,
     final_state,
     group_of,
+    newest,
     run_job,
     small,
     start,
@@ -357,7 +358,7 @@ def one_epoch(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_resuming_with_other_settings_takes_them(tmp_path: Path, one_epoch: Path, change: dict[str, Any]) -> None:
     config = TWO_STEPS | {"run_dir": shutil.copytree(one_epoch, tmp_path / "run")}
     run_ranks(run_job, 1, small(**config | {"epochs": 2, "resume": True} | change))
-    path, manifest = storage.newest(tmp_path / "run") or pytest.fail("no checkpoint")
+    path, manifest = newest(tmp_path / "run")
     group = storage.read(path, "optimizer")["param_groups"][0]
     after = {**group, "precision": "fp16" if manifest.progress["scaler"] else "fp32"}
     assert after | change == after

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ddp.checkpoint import storage
+from tests.ddp.jobs import newest
 from tests.launchers import slurm
 from tests.launchers.slurm import Cluster
 from tests.support.harm.network import Host, TwoHosts, two_hosts
@@ -217,10 +218,8 @@ def as_typed(start: Start) -> str:
 
 def digest_of(run_dir: Path) -> str:
     """The first 16 digits of SHA-256 of all weights and buffers that the run has come to."""
-    found = storage.newest(run_dir)
-    assert found is not None, f"{run_dir} has no checkpoint"
     digest = hashlib.sha256()
-    for name, value in sorted(storage.read(found[0], "model").items()):
+    for name, value in sorted(storage.read(newest(run_dir).path, "model").items()):
         digest.update(name.encode() + value.numpy().tobytes())
     return digest.hexdigest()[:16]
 

@@ -11,7 +11,6 @@ import contextlib
 import ctypes
 import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -76,16 +75,13 @@ class FakeGpu(_WithStreams):
     """Replaces ``torch.cuda`` for a test.
 
     :ivar log: what was queued and waited for, in order
-    :ivar locked: the address and the bytes of all memory that ``cudaHostRegister`` has locked
-    :ivar status: what the next ``cudaHostRegister`` returns
+    :ivar ever_pinned: how often page-locked memory was asked for
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.log: list[str] = []
-        self.locked: dict[int, int] = {}
-        self._pinned: dict[int, int] = {}  # torch's own page-locked memory
-        self.status = 0
-        self.ever_locked = self.ever_pinned = 0
+        self._pinned: dict[int, int] = {}  # the address and the bytes of page-locked memory
+        self.ever_pinned = 0
         self.current = FakeStream(self, "the computing stream")
         self._streams: list[FakeStream] = [self.current]
         for name, fake in {
@@ -93,7 +89,6 @@ class FakeGpu(_WithStreams):
             "device_count": lambda: 1,
             "current_device": lambda: 0,
             "device": lambda device: contextlib.nullcontext(),
-            "cudart": lambda: self,
             "Stream": self._new_stream,
             "Event": lambda **settings: FakeEvent(self),
             "stream": self._on,
@@ -135,9 +130,8 @@ class FakeGpu(_WithStreams):
         after.
         """
         self.log.append(f"copy on {self.current.name}")
-        locked = {**self._pinned, **self.locked}
-        is_locked = any(start <= tensor.data_ptr() < start + size for start, size in locked.items())
-        arrived, copy = torch.full_like(tensor, 77), None if is_locked else tensor.clone()
+        is_pinned = any(start <= tensor.data_ptr() < start + size for start, size in self._pinned.items())
+        arrived, copy = torch.full_like(tensor, 77), None if is_pinned else tensor.clone()
         address, size = tensor.data_ptr(), tensor.nbytes
 
         def run() -> None:
@@ -152,26 +146,6 @@ class FakeGpu(_WithStreams):
             while stream.queued:
                 stream.queued.pop(0)()
 
-    # The CUDA runtime
-
-    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
-        if not self.status:
-            assert is_mapped(address) and address not in self.locked
-            self.locked[address] = size
-            self.ever_locked += 1
-        return self.status
-
-    def cudaHostUnregister(self, address: int) -> int:
-        assert is_mapped(address), "unmapped before it was unlocked"
-        del self.locked[address]
-        return 0
-
-    def cudaError(self, status: int) -> SimpleNamespace:
-        return SimpleNamespace(status=status)
-
-    def cudaGetErrorString(self, error: SimpleNamespace) -> str:
-        return {2: "out of memory"}[error.status]
-
     def _new_stream(self, device: Any = None) -> FakeStream:
         self._streams.append(FakeStream(self, f"stream {len(self._streams)}"))
         return self._streams[-1]
@@ -180,12 +154,6 @@ class FakeGpu(_WithStreams):
 @pytest.fixture
 def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
     return FakeGpu(monkeypatch)
-
-
-def is_mapped(address: int) -> bool:
-    """Whether this process has memory there."""
-    ranges = (line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines())
-    return any(int(start, 16) <= address < int(end, 16) for start, end in ranges)
 
 
 class TimedGPU(_WithStreams):

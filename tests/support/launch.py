@@ -9,10 +9,9 @@ import re
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-
-import psutil
 
 from tests.support.ranks import FORK_SERVER as FORK_SERVER
 from tests.support.ranks import kill as kill
@@ -101,6 +100,17 @@ def statuses_by_rank(report: str) -> dict[int, int]:
     return {int(rank): int(status) for rank, status in found}
 
 
+def wait_until(condition: Callable[[], object], timeout_s: float = 60.0) -> None:
+    """Poll until ``condition()`` is true.
+
+    :raises AssertionError: if it is not in time
+    """
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"{condition} did not come in {timeout_s} s"
+        time.sleep(0.02)
+
+
 def free_port() -> int:
     """A port on which no process listens, outside the range from which the kernel assigns ports."""
     lowest_given_away = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
@@ -109,13 +119,3 @@ def free_port() -> int:
             trial.bind(("127.0.0.1", port))
             return port
     raise AssertionError("100 ports are all in use")
-
-
-def ranks_below(pid: int, words: Sequence[str] = ("ddp.train",)) -> list[psutil.Process]:
-    """The processes below ``pid`` whose command line has all ``words``."""
-    found = []
-    for process in psutil.Process(pid).children(recursive=True):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            if all(any(word in part for part in process.cmdline()) for word in words):
-                found.append(process)
-    return found

@@ -11,7 +11,7 @@ import torch
 
 from tests.adversary.attempt import Attempt, made_by
 from tests.adversary.scenes import EVALUATE, RESUME
-from tests.ddp.checkpoint.samples import forge
+from tests.ddp.checkpoint.samples import Malicious, forge
 from tests.support.harm.disk import a_dangling_link, a_folder, empty, missing
 
 CHECKPOINT = "checkpoints/epoch-0001-step-00000003"
@@ -78,16 +78,9 @@ def renamed(name: str) -> Callable[[Path], None]:
     return make
 
 
-class Code:
-    """An object that runs a command when it is unpickled."""
-
-    def __reduce__(self) -> Any:
-        return os.system, ("touch executed",)
-
-
 def with_code(here: Path) -> None:
     path = here / "run" / CHECKPOINT
-    torch.save({"weight": Code()}, path / "model.pt")
+    torch.save({"weight": Malicious(here / "executed")}, path / "model.pt")
     forge(path)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from common.data import DECODERS
 from tests.adversary.attempt import Attempt, made_by
-from tests.dataloading.faults import save_picture
+from tests.dataloading.faults import no_photo, save_picture, truncated, write_people
 from tests.support.harm.disk import a_dangling_link, a_device, a_folder, a_pipe, empty
 
 BAD = "Person_0/Person_0_0001.jpg"  # the file that is replaced
@@ -23,16 +23,8 @@ def resized(path: Path, height: int, width: int) -> None:
     path.write_bytes(content)
 
 
-def truncated(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-60])
-
-
 def header_only(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:4])
-
-
-def no_photo(path: Path) -> None:
-    path.write_bytes(b"no picture at all" * 40)
 
 
 def a_png(path: Path) -> None:
@@ -100,11 +92,7 @@ def photos_with(damage: Callable[[Path], None], name: str = BAD) -> Callable[[Pa
     """Twelve photos of two people, one of them damaged."""
 
     def make(here: Path) -> None:
-        for person in range(2):
-            (here / f"faces/Person_{person}").mkdir(parents=True)
-            for number in range(6):
-                save_picture(here / f"faces/Person_{person}/Person_{person}_{number:04d}.jpg", number, size=(100, 80))
-        bad = here / "faces" / BAD
+        bad = write_people(here / "faces", {"Person_0": 6, "Person_1": 6}, size=(100, 80)) / BAD
         damage(bad)
         if name != BAD:
             bad.rename(here / "faces/Person_0" / name)

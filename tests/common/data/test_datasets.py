@@ -71,13 +71,6 @@ def test_a_folder_for_glyphs_is_refused() -> None:
         load("glyphs", Path("somewhere"))
 
 
-def test_mean_and_standard_deviation_are_those_of_the_training_pixels() -> None:
-    data = load_few()
-    pixels = in_memory(data.train).images / 255
-    assert data.mean == pytest.approx(pixels.mean(), rel=1e-12)
-    assert data.std == pytest.approx(pixels.std(), rel=1e-12)
-
-
 @needs_debians_files
 def test_fashion_mnist_has_the_mean_and_standard_deviation_that_are_published() -> None:
     data = load("fashion-mnist", fashion_mnist.DEBIAN_FOLDER)

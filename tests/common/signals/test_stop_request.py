@@ -30,7 +30,8 @@ from common.signals.stop_request import (
     to_be_requeued,
     unwrapped_stops,
 )
-from tests.support.launch import FORK_SERVER, REPOSITORY, kill
+from tests.support.harm.kill import is_alive
+from tests.support.launch import FORK_SERVER, REPOSITORY, kill, wait_until
 
 PATIENCE_S = 60.0
 
@@ -53,13 +54,6 @@ def heard(pipe: Connection) -> Any:
     """The line that the process sends next."""
     assert pipe.poll(PATIENCE_S), "nothing was heard"
     return pipe.recv()
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def stops_at_leisure(pipe: Connection) -> None:
@@ -125,7 +119,7 @@ def test_a_second_signal_later_ends_a_process_that_waits_in_c(numbers: tuple[int
         assert process.is_alive()
         wait_until(lambda: ended_by(process, numbers[1]))
         assert process.exitcode == status
-        wait_until(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE)
+        wait_until(lambda: not is_alive(child))
 
 
 def ended_by(process: BaseProcess, number: int) -> bool:

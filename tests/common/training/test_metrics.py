@@ -114,12 +114,6 @@ def test_epochs_without_a_record_are_named_on_resume(tmp_path: Path, caplog: pyt
     assert "it lacks the records of epochs 1, 3;" in caplog.text
 
 
-def test_nothing_but_the_records_is_left_in_the_folder(tmp_path: Path) -> None:
-    write_steps(tmp_path, 1)
-    write_steps(tmp_path, 2, after_step=1)
-    assert [path.name for path in tmp_path.iterdir()] == [FILE]
-
-
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # TensorBoard's own
 def test_tensorboard_gets_every_number_and_a_resumed_run_replaces_what_it_repeats(tmp_path: Path) -> None:
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")

@@ -12,7 +12,6 @@ import pytest
 from common.benchmarking.other_work import OtherWork
 from common.command_line.cli import parse
 from common.data.datasets import BatchKey
-from common.errors import UsageError
 from common.machine import usable_cores
 from dataloading import ladder
 from dataloading.bench import __main__ as bench
@@ -36,25 +35,6 @@ def test_all_combinations_are_tried_without_equivalent_ones() -> None:
     assert varying(settings) == ["workers", "batch_size", "prefetch_factor"]
     assert len(config("--workers", "0,2", "--loader", "stock,fast", "--fetch-threads", "1,4").settings()) == 4 + 3
     assert max(setting.workers for setting in config().settings()) == usable_cores() + 2
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (("--batch-size", "8,0"), "--batch-size 0 is out of range"),
-        (("--batch-size", "8,8"), "names a value twice"),
-        (("--workers", "0,-2"), "--workers -2 is out of range"),
-        (("--loader", "fast-processes"), "invalid choice: 'fast-processes' (choose from stock, fast)"),
-        (("--dataset", "own:Boxes"), "python -m dataloading.doctor -- train.py"),
-        (("--start-method", "fork", "--image-size", "64"), "--image-size has no meaning with --start-method"),
-        (("--start-method", "fork", "--workers", "1,2"), "--workers 1,2: --start-method takes one number"),
-        (("--start-method", "fork", "--workers", "0"), "--workers 0: --start-method takes one number"),
-    ],
-)
-def test_bad_settings_are_refused(arguments: tuple[str, ...], words: str) -> None:
-    with pytest.raises(UsageError, match="--") as refusal:
-        config(*arguments)
-    assert words in str(refusal.value)
 
 
 def test_every_kind_of_setting_is_measured_and_leaves_nothing(pictures: Path) -> None:

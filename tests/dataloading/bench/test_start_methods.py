@@ -9,11 +9,9 @@ import pytest
 
 from common.command_line.cli import parse
 from common.errors import UsageError
-from dataloading.bench import __main__ as bench
 from dataloading.bench import held_lock, start_methods
 from dataloading.bench.__main__ import LoadingBenchConfig
 from dataloading.bench.start_once import NOTHING, make_loader, start
-from tests.support.user_errors import UserError
 
 
 @pytest.mark.parametrize("method", ["forkserver", "threads"])
@@ -31,11 +29,6 @@ def test_a_held_lock_hangs_every_forked_worker_and_no_other() -> None:
     with held_lock.lock:
         assert held_lock.count_hanging("fork", 3, wait_s=0.5) == 3
         assert held_lock.count_hanging("forkserver", 3, wait_s=120) == 0
-
-
-def test_a_folder_without_images_is_one_line(user_error: UserError, tmp_path: Path) -> None:
-    flags = ("--start-method", "fork", "--path-to-folder", tmp_path, "--output", tmp_path / "out")
-    assert "holds no JPEG file" in user_error(bench.main, *flags)
 
 
 def test_the_error_of_a_start_is_one_line(pictures: Path, tmp_path: Path) -> None:

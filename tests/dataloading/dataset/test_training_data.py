@@ -15,20 +15,10 @@ from common.errors import UsageError
 from dataloading.dataset.batches import ImageBatches
 from dataloading.dataset.training_data import load_lfw
 from dataloading.synthetic import face_cache
+from tests.dataloading.faults import write_people
 
 PEOPLE = {"Ann_Ash": 23, "Bob_Birch": 10, "Cy_Cedar": 4, "Di_Dill": 2, "Ed_Elm": 1}
 AUGMENTATION = Augmentation(shift=2, flip=True)
-
-
-def write_people(folder: Path, people: dict[str, int]) -> Path:
-    """Noise, in LFW's layout: an image's content follows from its name."""
-    for person, count in people.items():
-        (folder / person).mkdir(parents=True)
-        for number in range(1, count + 1):
-            name = f"{person}_{number:04d}"
-            pixels = np.random.default_rng(list(name.encode())).integers(0, 256, (24, 20, 3), np.uint8)
-            Image.fromarray(pixels).save(folder / person / f"{name}.jpg")
-    return folder
 
 
 @pytest.fixture(scope="module")

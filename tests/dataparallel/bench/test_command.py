@@ -7,9 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dataparallel.bench import __main__ as bench
 from tests.support.launch import run_forked
-from tests.support.user_errors import UserError
 
 
 @pytest.mark.examples
@@ -30,15 +28,3 @@ def test_it_measures_draws_and_explains(tmp_path: Path) -> None:
         ("inference", 4), ("inference", 16), ("training", 4), ("training", 16)
     ]  # fmt: skip
     assert all(len(seconds) == 2 for point in written["points"] for seconds in point["seconds"].values())
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (("--batch-sizes", "1", "--devices", "cpu,cpu"), "--batch-sizes 1 is too small for fashion-cnn on 2 devices"),
-        (("--batch-sizes", "2", "--devices", "cpu,cpu", "--model", "resnet18"), "too small for resnet18 on 2 devices"),
-        (("--devices", "cpu"), "--devices cpu is a single device"),
-    ],
-)
-def test_a_mistake_is_one_line(user_error: UserError, arguments: tuple[str, ...], words: str) -> None:
-    assert words in user_error(bench.main, *arguments)

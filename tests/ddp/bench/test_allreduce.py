@@ -9,11 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from ddp.bench import __main__ as bench
 from ddp.bench.allreduce import Config, report
 from tests.support.fake_gpu import pretend_gpus
 from tests.support.launch import run_command, run_forked
-from tests.support.user_errors import UserError
 
 ALGORITHMS = ["backend", "naive", "ring", "halving-doubling", "tree", "shared-memory"]
 
@@ -62,14 +60,3 @@ def test_two_ranks_that_share_a_gpu(tmp_path: Path) -> None:
     assert " GPU" in done.stdout.splitlines()[0]
     written = json.loads((tmp_path / "allreduce.json").read_text())
     assert all(value > 0 for values in written["algorithms"][0]["seconds"].values() for value in values)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (("--sizes", "4,6"), "--sizes 6 is no multiple of the 4 bytes of a float32"),
-        (("--sizes", "4"), "--sizes 4: give two or more"),
-    ],
-)
-def test_a_mistake_is_one_line(user_error: UserError, arguments: tuple[str, ...], words: str) -> None:
-    assert words in user_error(bench.main, "allreduce", *arguments)

@@ -7,11 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from ddp.bench.__main__ import main
 from ddp.bench.memory import PARTS, formula
 from ddp.bench.sharding import STAGES
 from tests.support.launch import run_command
-from tests.support.user_errors import UserError
 
 SMALL = ("--width", "64", "--layers", "2", "--length", "8")
 
@@ -47,10 +45,3 @@ def test_the_papers_table() -> None:
         assert sum(formula(1, ranks).values()) == pytest.approx(8 + 8 / ranks)
         assert sum(formula(2, ranks).values()) == pytest.approx(4 + 12 / ranks)
         assert sum(formula(3, ranks).values()) == pytest.approx(16 / ranks)
-
-
-def test_a_width_that_heads_do_not_divide(user_error: UserError) -> None:
-    """A width that is no multiple of a head is refused with the nearest."""
-    assert "--width 200 is no multiple of 64, the width of a head: use 192 or 256" in user_error(
-        main, "memory", "--width", "200"
-    )

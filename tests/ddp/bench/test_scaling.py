@@ -8,13 +8,11 @@ from pathlib import Path
 import pytest
 
 from common.training.recipes import load_dataset
-from ddp.bench import __main__ as bench
 from ddp.bench.scaling import COMPUTE, SINGLE, SYNCHRONIZATION, Config, TrainingWorker, Way, causes, ways
 from ddp.config import TrainConfig
 from ddp.rendezvous.worker_group import WorkerGroup
 from tests.ddp.jobs import small
 from tests.support.launch import run_command
-from tests.support.user_errors import UserError
 
 
 def test_the_causes_add_up_to_what_is_lost() -> None:
@@ -67,14 +65,3 @@ def test_every_way_is_measured(tmp_path: Path) -> None:
     assert {*written["seconds"]} == {*names, "DDP, 2 processes, nothing sent"}
     assert all(name in done.stdout for name in names)
     assert (tmp_path / "lost.png").is_file()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (("--batch-size", "145", "--processes", "1,2"), "--batch-size 145 does not divide"),
-        (("--device", "cuda", "--processes", "1,64"), "usable"),
-    ],
-)
-def test_a_mistake_is_one_line(user_error: UserError, arguments: tuple[str, ...], words: str) -> None:
-    assert words in user_error(bench.main, "scaling", *arguments)

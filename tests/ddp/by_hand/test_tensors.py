@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from torch._dynamo import compiled_autograd
 from ddp.by_hand import HandwrittenDistributedDataParallel, NaiveDistributedDataParallel
 from ddp.conformance.expectations import error_of, expect_same
 from ddp.conformance.networks import layers
-from ddp.conformance.steps import alone, average, backward, gradients, inputs, loss_of, one_pass
+from ddp.conformance.steps import alone, average, backward, gradients, one_pass
 from tests.support.on_ranks import as_tests
 
 ENGINES: tuple[Callable[..., Any], ...] = (NaiveDistributedDataParallel, HandwrittenDistributedDataParallel)
@@ -144,28 +143,6 @@ def forward_around_the_wrapper_is_said_once() -> None:
         backward(network)  # without the wrapper
 
 
-class HidesItsOutput(nn.Module):
-    """Its output is the attribute of an object, where no wrapper looks for tensors."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = layers(3, 2)
-
-    def forward(self, x: Tensor) -> Any:
-        return SimpleNamespace(value=self.layer(x))
-
-
-def hidden_outputs_are_averaged() -> None:
-    for engine in ENGINES:
-        network = HidesItsOutput()
-        model = engine(network)
-        for number in range(2):
-            network.zero_grad()
-            expected = average(alone(network.layer, one_pass(number)))
-            loss_of(model(inputs(number)).value).backward()
-            expect_same(gradients(network), expected)
-
-
 failed, test_program = as_tests(
     [
         tensors_of_every_layout_are_those_of_rank_0_and_their_gradients_averages,
@@ -175,6 +152,5 @@ failed, test_program = as_tests(
         parameters_that_are_unfrozen_later_are_refused,
         a_backward_pass_that_is_compiled_alone_is_refused,
         forward_around_the_wrapper_is_said_once,
-        hidden_outputs_are_averaged,
     ]
 )

@@ -8,7 +8,6 @@ import pickle
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,7 +18,7 @@ from common.errors import UsageError
 from ddp.checkpoint import list_checkpoints, save, storage
 from ddp.checkpoint.folder import Damaged
 from ddp.checkpoint.storage import FOLDER, KINDS
-from tests.ddp.checkpoint.samples import FILES, NEWER, OLDER, assert_is, forge, manifest, sign, write
+from tests.ddp.checkpoint.samples import FILES, NEWER, OLDER, Malicious, assert_is, forge, manifest, sign, write
 
 
 @dataclasses.dataclass
@@ -179,16 +178,6 @@ def test_damaged_ones_are_set_aside(tmp_path: Path, caplog: pytest.LogCaptureFix
             UsageError, match=rf"no checkpoint that is whole \(1 damaged; the newest: .*{OLDER} is damaged"
         ):
             storage.newest(tmp_path, set_aside=True)
-
-
-class Malicious:
-    """A pickle that runs a command when it is loaded."""
-
-    def __init__(self, marker: Path) -> None:
-        self._marker = marker
-
-    def __reduce__(self) -> Any:
-        return os.system, (f"touch {self._marker}",)
 
 
 @pytest.mark.parametrize("kind", KINDS)

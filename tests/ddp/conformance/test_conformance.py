@@ -14,7 +14,6 @@ from ddp.conformance.check import CHECKS, Check
 from ddp.conformance.report import summary, table
 from ddp.conformance.runner import HUNG, NOT_OFFERED, PASS, REFUSED, WRONG, Answer, Result, Runner, lacking, verdict
 from tests.support.launch import REPOSITORY, run_command, run_forked
-from tests.support.user_errors import UserError
 
 WRAPPERS = "tests.ddp.conformance.wrappers"
 FIRST = next(check for check in CHECKS if check.name == "gradients are the average of the ranks")
@@ -162,22 +161,6 @@ def test_the_table_fits_and_the_summary_counts_checks() -> None:
     assert lines[1].split()[:3] == ["pass", "wrong", "one:"]
     assert lines[4].split()[:3] == ["-", "hung", "two:"]
     assert summary(results) == "1 of 3 pass: 1 wrong, 1 hung"
-
-
-@pytest.mark.parametrize(
-    "arguments, words",
-    [
-        (["ddp.by_hand:NoSuchWrapper"], "has no 'NoSuchWrapper'"),
-        (["no_such_module:X"], "No module named 'no_such_module'"),
-        ([f"{WRAPPERS}:NUMBER"], "cannot be called"),
-        (["without_a_colon"], "name the wrapper as module:Class"),
-        (["--only", "no_such_check"], "--only no_such_check: no check has that in its name"),
-        (["--ranks", "1"], "--ranks 1 is out of range"),
-        (["--compare", "runs/torch"], "unrecognized arguments: --compare"),
-    ],
-)
-def test_a_user_error_is_one_line(user_error: UserError, arguments: list[str], words: str) -> None:
-    assert words in user_error(conformance.main, *arguments)
 
 
 def test_the_list_has_every_check_and_what_it_proves(

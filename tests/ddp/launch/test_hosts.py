@@ -4,57 +4,20 @@ from __future__ import annotations
 
 import json
 import re
-import signal
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from tests.ddp.across_hosts import digests_as_if
-from tests.support.harm.kill import JOB, is_alive, wait_for_step
+from tests.support.harm.kill import JOB, wait_for_step
 from tests.support.harm.left import differences
-from tests.support.harm.network import NEW_STORES, TwoHosts, two_hosts
+from tests.support.harm.network import NEW_STORES, TwoHosts
 from tests.support.launch import run_ranks
 
 pytestmark = pytest.mark.faults
-
-
-def namespaces() -> str:
-    return subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
-
-
-HOLD = """
-import subprocess, sys, time
-from tests.support.harm.network import two_hosts
-with two_hosts() as hosts:
-    sleeper = subprocess.Popen([*hosts.b.command, "sleep", "1000"])
-    print(hosts.a.name, sleeper.pid, flush=True)
-    time.sleep(1000)
-"""
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_nothing_is_left(hosts: TwoHosts, number: int) -> None:
-    """After Ctrl-C at once, and after SIGKILL when the next two hosts are made."""
-    holder = subprocess.Popen(
-        [sys.executable, "-c", HOLD], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    )
-    assert holder.stdout is not None
-    with holder.stdout as out:
-        name, pid = out.readline().split()
-    sleeper = psutil.Process(int(pid))
-    assert name in namespaces()
-    holder.send_signal(number)
-    holder.wait(30)
-    if number == signal.SIGKILL:
-        with two_hosts():
-            pass
-    assert name not in namespaces()
-    assert not is_alive(sleeper)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -89,7 +52,7 @@ def power_off(hosts: TwoHosts, two: subprocess.Popen[str]) -> None:
 
 @pytest.mark.parametrize("lose", [cut_off, power_off])
 def test_a_host_is_lost_and_comes_back(
-    tmp_path: Path, hosts: TwoHosts, on_one_host: Any, lose: Callable[[TwoHosts, subprocess.Popen[str]], None]
+    tmp_path: Path, hosts: TwoHosts, undisturbed: Any, lose: Callable[[TwoHosts, subprocess.Popen[str]], None]
 ) -> None:
     """A job goes on from its newest checkpoint after a host is lost and comes back.
 
@@ -108,4 +71,4 @@ def test_a_host_is_lost_and_comes_back(
             assert (one.wait(120), back.wait(60)) == (0, 0), first.read_text() + again.read_text()
     (resumed,) = re.findall(r"resuming after step (\d+),", first.read_text() + again.read_text())
     assert int(resumed) >= 10 and int(resumed) % 5 == 0
-    assert differences(folder, on_one_host) == []
+    assert differences(folder, undisturbed) == []

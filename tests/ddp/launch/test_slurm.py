@@ -40,7 +40,7 @@ def cluster(hosts: TwoHosts) -> Iterator[Cluster]:
 
 
 @pytest.mark.parametrize("job", JOBS)
-def test_a_job_over_two_nodes_survives_a_preemption(cluster: Cluster, on_one_host: Any, job: str) -> None:
+def test_a_job_over_two_nodes_survives_a_preemption(cluster: Cluster, undisturbed: Any, job: str) -> None:
     """On a real SLURM of two nodes, a preempted job is requeued and ends with the right bits.
 
     Claim (ddp/README.md): launch: on a real SLURM of two nodes a preempted job is requeued, and ends with the right
@@ -58,7 +58,7 @@ def test_a_job_over_two_nodes_survives_a_preemption(cluster: Cluster, on_one_hos
     everything = "\n".join(logs.values())
     assert re.search(r"stopped by SIGTERM on rank .* after step \d+, which is saved", everything), everything
     assert re.search(r"resuming after step \d+,", everything), everything
-    assert differences(folder, on_one_host) == []
+    assert differences(folder, undisturbed) == []
 
 
 def test_hosts_are_those_that_slurm_tells(cluster: Cluster) -> None:

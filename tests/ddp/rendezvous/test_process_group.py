@@ -182,16 +182,6 @@ def test_a_group_of_one_needs_no_port_and_leaves_nothing() -> None:
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == handlers
 
 
-def test_alone_there_is_no_group_and_nothing_to_wait_for() -> None:
-    env = DistEnv.alone(torch.device("cpu"))
-    assert (env.is_main, env.world_size, env.backend) == (True, 1, "none")
-    with env.fail_together():
-        assert env.sum_over_ranks(torch.ones(3)).tolist() == [1, 1, 1]
-    with pytest.raises(UsageError, match="no data"), env.fail_together():
-        raise UsageError("no data")
-    assert not dist.is_initialized()
-
-
 def user_errors(bad_ranks: list[int]) -> tuple[str, bool] | None:
     with process_group() as env:
         try:

@@ -16,7 +16,8 @@ import torch
 from common.errors import UsageError
 from ddp.rendezvous.worker_group import WorkerGroup
 from tests.ddp.rendezvous.worker_group_functions import Service
-from tests.support.launch import start_command
+from tests.support.harm.kill import is_alive
+from tests.support.launch import start_command, wait_until
 
 
 @pytest.fixture
@@ -172,11 +173,11 @@ def test_nothing_is_left_in_this_process(end: str) -> None:
 def test_no_process_outlives_ctrl_c_or_the_main_process() -> None:
     with start_command("tests.ddp.rendezvous.worker_group_functions") as process:
 
-        def wait_for_sleep() -> list[int]:
+        def wait_for_sleep() -> list[psutil.Process]:
             assert process.stdout is not None
             below, asleep = process.stdout.readline(), process.stdout.readline()
             assert asleep == "asleep\n", process.communicate()
-            return [int(pid) for pid in below.split()]
+            return [psutil.Process(int(pid)) for pid in below.split()]
 
         before = wait_for_sleep()
         os.killpg(process.pid, signal.SIGINT)  # a terminal sends it to all processes
@@ -185,19 +186,6 @@ def test_no_process_outlives_ctrl_c_or_the_main_process() -> None:
         assert len(set(before) & set(after)) == 2
         process.kill()
         out, err = process.communicate(timeout=60)
-        _wait_until_gone(before + after)
+        # A zombie is gone: after a SIGKILL, reaping is the business of the machine's first process.
+        wait_until(lambda: not any(map(is_alive, before + after)))
     assert (process.returncode, out, err) == (-signal.SIGKILL, "", "")
-
-
-def _wait_until_gone(pids: list[int]) -> None:
-    """A zombie is gone: after a SIGKILL, reaping is the business of the machine's first process."""
-
-    def alive(pid: int) -> bool:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-        return False
-
-    deadline = time.monotonic() + 30
-    while left := [pid for pid in pids if alive(pid)]:
-        assert time.monotonic() < deadline, f"left running: {left}"
-        time.sleep(0.05)

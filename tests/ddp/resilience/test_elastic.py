@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from common.training.metrics import read_metrics
 from tests.support.harm.kill import LaunchedRun, forked_training, training
-from tests.support.harm.left import assert_ends_as, litter, outcome
+from tests.support.harm.left import assert_ends_as, litter
 from tests.support.harm.network import NEW_STORES, meeting
 from tests.support.launch import free_port
 
@@ -22,19 +23,19 @@ AT_ANY_WORLD_SIZE = ("--sync-batchnorm", "--dropout", "0")
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint(tmp_path: Path, victim: int) -> None:
+def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint(
+    tmp_path: Path, undisturbed: dict[str, Any], victim: int
+) -> None:
     """A killed rank costs the steps since the last checkpoint.
 
     Claim (ddp/resilience/README.md): a rank that is killed costs the steps since the last checkpoint.
     """
-    with forked_training(tmp_path / "undisturbed") as undisturbed:
-        undisturbed.finish()
     # --overwrite is for the first start alone: checkpoints that the job has saved since are its own.
     restarts = ("--standalone", "--max-restarts=3")
     with training(tmp_path / "run", "--overwrite", torchrun=restarts, env=NEW_STORES) as run:
         run.wait_for_step(12)
         run.ranks()[victim].kill()
-        assert_ends_as(outcome(undisturbed.run_dir), run)
+        assert_ends_as(undisturbed, run)
         (resumed,) = re.findall(r"resuming after step (\d+),", run.output)
         assert int(resumed) >= 9 and int(resumed) % 3 == 0
 

@@ -23,19 +23,11 @@ from ddp import train
 from ddp.config import TrainConfig
 from ddp.data import load_data
 from tests.support.harm.kill import STEPS, STEPS_PER_EPOCH, ForkedRun, Run, forked_training, training
-from tests.support.harm.left import assert_ends_as, assert_nothing_left, newest_step, outcome
+from tests.support.harm.left import assert_ends_as, assert_nothing_left, newest_step
 
 pytestmark = pytest.mark.faults
 
 LEAVES_WITHIN_S = 60.0  # on a machine that does something else too; alone it takes 2 to 4, and under torchrun 5 to 7
-
-
-@pytest.fixture(scope="module")
-def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The results of a run that nothing befell."""
-    with forked_training(tmp_path_factory.mktemp("undisturbed") / "run") as run:
-        run.finish()
-    return outcome(run.run_dir)
 
 
 def stopped(run: ForkedRun, requests: dict[int, int]) -> int:
@@ -69,7 +61,7 @@ LINKS: list[tuple[tuple[str, ...], int, dict[int, int]]] = [
 
 
 def test_a_run_that_is_stopped_again_and_again_ends_with_the_same_bits(
-    tmp_path: Path, expected: dict[str, Any]
+    tmp_path: Path, undisturbed: dict[str, Any]
 ) -> None:
     """A run that signals stop again and again ends with the bits of an undisturbed one.
 
@@ -84,7 +76,7 @@ def test_a_run_that_is_stopped_again_and_again_ends_with_the_same_bits(
             sent = run.step()
             assert done <= stopped(run, requests) <= sent + 3
     with forked_training(folder, "--resume") as run:
-        assert_ends_as(expected, run)
+        assert_ends_as(undisturbed, run)
 
 
 def ask_in_evaluation() -> None:
@@ -98,14 +90,14 @@ def ask_in_evaluation() -> None:
     mock.patch.object(train, "evaluate", asked).start()
 
 
-def test_it_stops_in_the_evaluation_which_is_repeated(tmp_path: Path, expected: dict[str, Any]) -> None:
+def test_it_stops_in_the_evaluation_which_is_repeated(tmp_path: Path, undisturbed: dict[str, Any]) -> None:
     folder = tmp_path / "run"
     with forked_training(folder, plant=ask_in_evaluation) as run:
         run.wait_for_step(STEPS_PER_EPOCH)
         assert stopped(run, {1: signal.SIGUSR1}) == STEPS_PER_EPOCH
     assert not [record for record in read_metrics(folder) if record["kind"] == "epoch"]
     with forked_training(folder, "--resume") as run:
-        assert_ends_as(expected, run)
+        assert_ends_as(undisturbed, run)
 
 
 def ask_while_loading() -> None:
@@ -138,13 +130,13 @@ def ask_while_drawing() -> None:
     mock.patch.object(report, "finish", asked).start()
 
 
-def test_a_signal_while_the_figures_are_drawn_changes_nothing(tmp_path: Path, expected: dict[str, Any]) -> None:
+def test_a_signal_while_the_figures_are_drawn_changes_nothing(tmp_path: Path, undisturbed: dict[str, Any]) -> None:
     """A signal while the figures are drawn changes nothing.
 
     Claim (ddp/resilience/README.md): a signal while the figures are drawn changes nothing.
     """
     with forked_training(tmp_path / "run", plant=ask_while_drawing) as run:
-        assert_ends_as(expected, run)
+        assert_ends_as(undisturbed, run)
     assert "SIGTERM came after the last step: the run is complete" in run.log(0)
     assert (run.run_dir / "result.json").exists()
 
@@ -174,7 +166,7 @@ def test_a_second_signal_ends_a_rank_that_waits_for_another(tmp_path: Path) -> N
 
 
 def test_torchrun_passes_on_what_it_gets_and_what_a_terminal_sends_twice(
-    tmp_path: Path, expected: dict[str, Any]
+    tmp_path: Path, undisturbed: dict[str, Any]
 ) -> None:
     """A signal to torchrun, or to the whole terminal twice, stops all ranks after the same step.
 
@@ -193,4 +185,4 @@ def test_torchrun_passes_on_what_it_gets_and_what_a_terminal_sends_twice(
             assert saved_step(run, run.output, {0: number, 1: number})[0] >= step
             assert_nothing_left(run)
     with forked_training(folder, "--resume") as run:
-        assert_ends_as(expected, run)
+        assert_ends_as(undisturbed, run)

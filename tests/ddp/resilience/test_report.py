@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -14,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from common.errors import UsageError
 from ddp.data import load_data
 from ddp.job import Job, StepGuard
 from ddp.rendezvous.process_group import process_group
@@ -92,29 +90,6 @@ def test_what_any_rank_knows_all_know_after_the_step(tmp_path: Path, guard: Guar
     expected = [Flags(*(name in {one.flag for one in known} for name in Flags._fields)) for known in STEPS]
     for found in run_ranks(agreed, RANKS, tmp_path, guard, precision):
         assert found == expected
-
-
-def test_one_rank_that_met_a_user_error_ends_all(tmp_path: Path) -> None:
-    assert run_ranks(ended_by, 2, tmp_path) == [("[rank 1] a file is damaged", 1)] * 2
-
-
-def ended_by(folder: Path) -> tuple[str, int]:
-    """The line that ends this rank, and the steps that were taken."""
-    with process_group(threads=1) as env:
-        config = small(**SETTINGS, run_dir=folder)
-        job = build_job(config, env, load_data(config, env))
-        job.sampler.set_epoch(0)
-        batches = job.guard.batches(damaged(job) if env.rank == 1 else job.loader)
-        train_step(job, batches)
-        with pytest.raises(UsageError) as caught:
-            train_step(job, batches)
-        return str(caught.value), job.step
-
-
-def damaged(job: Job) -> Iterator[Any]:
-    """The batches of the first step and a half."""
-    yield from itertools.islice(job.loader, MICRO_STEPS + 1)
-    raise UsageError("a file is damaged")
 
 
 def weights_with_and_without(folder: Path) -> list[bool]:

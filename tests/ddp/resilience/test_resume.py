@@ -130,6 +130,7 @@ def test_another_run_is_refused_by_name_on_every_rank(tmp_path: Path) -> None:
 
 
 def test_a_run_begins_and_continues_where_it_should(tmp_path: Path) -> None:
+    """Litter is removed, and a damaged checkpoint set aside; the recorded settings stay those of the start."""
     run_dir = tmp_path / "run"
     found = opened(
         run_dir,
@@ -140,40 +141,18 @@ def test_a_run_begins_and_continues_where_it_should(tmp_path: Path) -> None:
         Opening(AUTO, save),
         Opening(RESUME | {"lr": 0.01}, leave_litter),
         Opening(RESUME, cut_newest),
-        Opening({"overwrite": True}),
-        Opening(RESUME),
     )
     there = (
         f"--run-dir {run_dir} holds a run: give --resume to continue it, --overwrite to delete it, or another folder"
     )
     nothing = f"--resume: {run_dir} holds no checkpoint, the run ended before its first: start again with --overwrite"
-    assert found == [None, there, nothing, None, NEWER, NEWER, OLDER, None, nothing]
-    assert json.loads((run_dir / CONFIG_FILE).read_text())["config"]["overwrite"] is True
-    assert not (run_dir / FOLDER).exists()
-
-
-def test_what_was_left_is_tidied_and_a_damaged_checkpoint_set_aside(tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
-    assert opened(run_dir, Opening()) == [None]
-    began = (run_dir / CONFIG_FILE).read_text()
-    save(run_dir)
-    leave_litter(run_dir)
-    cut_newest(run_dir)
-    assert opened(run_dir, Opening(AUTO | {"lr": 0.01})) == [OLDER]
+    assert found == [None, there, nothing, None, NEWER, NEWER, OLDER]
     assert {path.name for path in (run_dir / FOLDER).iterdir()} == {OLDER, f"damaged-{NEWER}"}
     assert not (run_dir / REQUEUE_FILE).exists()
-    assert (run_dir / CONFIG_FILE).read_text() == began
-
-
-def test_resume_needs_a_run(tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
-    foreign = tmp_path / "foreign"
-    foreign.mkdir()
-    (foreign / CONFIG_FILE).write_text('{"name": "of something else"}')
-    (said,) = opened(run_dir, Opening(RESUME))
-    assert said == f"--resume: {run_dir} holds no run; start it without --resume, or name its --run-dir"
-    for said in opened(foreign, Opening(AUTO), Opening({"overwrite": True})):
-        assert said == f"--run-dir {foreign} holds something that is not a run: give another, or an empty one"
+    assert json.loads((run_dir / CONFIG_FILE).read_text())["config"]["lr"] != 0.01  # it is that of the start
+    assert opened(run_dir, Opening({"overwrite": True}), Opening(RESUME)) == [None, nothing]
+    assert json.loads((run_dir / CONFIG_FILE).read_text())["config"]["overwrite"] is True
+    assert not (run_dir / FOLDER).exists()
 
 
 def config_with(**settings: Any) -> TrainConfig:

@@ -21,6 +21,7 @@ from common.signals.stop_request import StopRequest
 from ddp.rendezvous.process_group import process_group
 from ddp.watchdog import watchdog as watchdog_module
 from ddp.watchdog.watchdog import Watchdog
+from tests.support.launch import wait_until
 from tests.support.ranks import forked
 
 HANG_STEP = 5
@@ -37,10 +38,7 @@ class Job(NamedTuple):
 
     def wait_for(self, name: str, timeout_s: float = 200.0) -> Path:
         """A file that a rank leaves in the folder."""
-        deadline = time.monotonic() + timeout_s
-        while not (self.folder / name).exists():
-            assert time.monotonic() < deadline, f"no {name} after {timeout_s} s"
-            time.sleep(0.05)
+        wait_until((self.folder / name).exists, timeout_s)
         return self.folder / name
 
     def exit_status(self, rank: int, timeout_s: float = 200.0) -> int | None:

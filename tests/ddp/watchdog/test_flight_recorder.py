@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import pickle
 from pathlib import Path
-from typing import cast
 from unittest import mock
 
 import pytest
@@ -40,34 +38,6 @@ def test_each_implementation_of_nccl_has_its_recorder(
     group._get_backend.assert_called_once_with(device)
     dump.assert_called_once_with(**arguments)
     assert (tmp_path / "logs" / "rank3").read_bytes() == b"collectives"
-
-
-def in_two_groups(folder: Path) -> None:
-    with process_group("cpu", threads=1) as env:
-        even = cast(dist.ProcessGroup, dist.new_group([0, 2]))
-        dist.all_reduce(torch.ones(2))
-        if env.rank != 1:
-            dist.all_reduce(torch.ones(3), group=even)
-        write_collectives(folder, env.rank, env.device)
-        dist.barrier()
-
-
-def test_torch_s_own_tool_reads_them(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """``torchfrtrace`` reads the collectives that were written.
-
-    Claim (ddp/resilience/README.md): on NCCL, the collectives come from the recorder of the implementation that runs.
-    """
-    from torch.distributed.flight_recorder import fr_trace  # not at the top: it logs at its import
-    from torch.distributed.flight_recorder.components import types
-
-    if "gloo" not in Path(types.__file__).read_text():
-        pytest.skip("this version of torchfrtrace reads dumps of NCCL alone")
-    # Fresh ones: the pool's ranks have earlier groups in their recorders.
-    run_ranks(in_two_groups, 3, tmp_path / "collectives", fresh=True)
-    (tmp_path / "collectives" / "rank2").unlink()  # as of a rank that was killed
-    with caplog.at_level(logging.INFO):
-        fr_trace.main(["--allow-incomplete-ranks", str(tmp_path / "collectives")])
-    assert "we missed FR dumps from ranks ({2})" in caplog.text
 
 
 def on_a_gpu(folder: Path) -> None:

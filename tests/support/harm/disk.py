@@ -136,11 +136,6 @@ def can_mount() -> bool:
 # Files
 
 
-def truncate(path: Path, offset: int) -> None:
-    """Cut a file off after ``offset`` bytes."""
-    os.truncate(path, offset)
-
-
 def flip_bit(path: Path, offset: int) -> None:
     """Flip the lowest bit of the byte at ``offset``."""
     with open(path, "r+b") as file:

@@ -27,7 +27,7 @@ from ddp import train
 from ddp.checkpoint import directory, storage
 from ddp.rendezvous.worker_group import rendezvous
 from tests.ddp.jobs import without_figures
-from tests.support.launch import REPOSITORY, clean_environment, error_lines
+from tests.support.launch import REPOSITORY, clean_environment, error_lines, wait_until
 from tests.support.ranks import forked
 
 MARK = "RUN_UNDER_TEST"  # in the environment of every process of a run: torchrun gives each rank a session of its own
@@ -316,7 +316,4 @@ def steps_done(run_dir: Path) -> int:
 
 def wait_for_step(run_dir: Path, step: int, timeout_s: float = 90.0) -> None:
     """Wait until a run has done so many steps, whoever has started it."""
-    deadline = time.monotonic() + timeout_s
-    while steps_done(run_dir) < step:
-        assert time.monotonic() < deadline, f"{steps_done(run_dir)} steps after {timeout_s} s, not {step}"
-        time.sleep(0.02)
+    wait_until(lambda: steps_done(run_dir) >= step, timeout_s)

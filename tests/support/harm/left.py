@@ -12,6 +12,7 @@ import torch
 
 from common.training.metrics import TIMES, read_metrics
 from ddp.checkpoint import load, storage
+from tests.ddp.jobs import newest
 from tests.support.harm.kill import Run
 
 TIMINGS = (*TIMES, "waited")
@@ -22,9 +23,7 @@ def outcome(run_dir: Path) -> dict[str, Any]:
 
     :raises common.command_line.cli.UsageError: when no checkpoint is whole
     """
-    newest = storage.newest(run_dir)
-    assert newest is not None, f"{run_dir} has no checkpoint"
-    path, manifest = newest
+    path, manifest = newest(run_dir)
     contents: dict[str, Any] = {file.stem: load(path, file.stem) for file in path.glob("*.pt")}
     for rank in contents["ranks"]:
         rank["window"] = rank["window"][:3]  # then come its seconds

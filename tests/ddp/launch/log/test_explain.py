@@ -255,12 +255,6 @@ def test_an_error_that_was_handled_is_not_certain(tmp_path: Path) -> None:
         assert verdict_of(tmp_path / "log", before + limit).cause == "the scheduler ended the job: due to time limit"
 
 
-def test_a_message_is_still_looked_up() -> None:
-    assert run_command("ddp.launch.doctor", "--explain", "received 0 items of ancdata").stdout.startswith(
-        "received 0 items of ancdata"
-    )
-
-
 def test_repeated_tracebacks_are_kept_once(tmp_path: Path) -> None:
     """Tracebacks that come again, and a line without an end, are kept once."""
     (tmp_path / "log").write_text(prefixed("[rank1]: ", FAILED) * 300 + "x" * 300_000)
