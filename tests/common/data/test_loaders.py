@@ -7,8 +7,6 @@ import errno
 import os
 import re
 import signal
-import subprocess
-import sys
 import tempfile
 from multiprocessing.resource_sharer import DupFd
 from pathlib import Path
@@ -25,7 +23,7 @@ from common.data.loaders import (
     stock_loader,
 )
 from common.errors import UsageError
-from tests.support.launch import REPOSITORY, clean_environment
+from tests.support.launch import run_program
 
 
 @pytest.mark.parametrize(
@@ -170,14 +168,7 @@ print("closed")
 
 
 def test_a_dead_worker_is_found_without_a_signal_handler() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", ONE_DIES],
-        cwd=REPOSITORY,
-        env=clean_environment(),
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    done = run_program(ONE_DIES)
     assert done.returncode == 0, done.stderr
     first, last = done.stdout.splitlines()
     assert first.startswith("DataLoader worker (pid(s)") and "exited unexpectedly" in first
