@@ -131,7 +131,7 @@ def train(config: DataParallelConfig, devices: tuple[torch.device, ...]) -> None
 
         title = f"{config.model} on {config.dataset}, one process on {named}, {config.precision}"
         with job.env.fail_together():
-            shown = samples_shown(data)
+            shown = samples_shown(data, job.env.device)
             predictions = predict(job.network, data, job.env, shown.images)
             print_results(finish(config.run_dir, title, data, shown, predictions, result, config.epochs))
 

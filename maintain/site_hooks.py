@@ -49,10 +49,12 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
             continue  # MkDocs names the page with the dead link
         elif path.suffix == ".md":
             content = prose(path)
+            if path.name == "AGENTS.md":  # no result of a reader's search
+                content = f"---\nsearch: {{exclude: true}}\n---\n{content}"
             linked = [Path(os.path.normpath(path.parent / link)) for link in LINK.findall(content)]
             found += [file for file in dict.fromkeys(linked) if file not in found]
         else:
-            content = path.read_bytes()
+            content = path.read_bytes().replace(b'href="README.md"', b'href="index.html"')  # of a recording
         name = str(path.relative_to(ROOT))
         files.append(File.generated(config, name, content=content, inclusion=InclusionLevel.INCLUDED))
     return files

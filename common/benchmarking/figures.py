@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -112,38 +112,43 @@ def plot_rounds(
     x_title: str,
     spec: str = ".2f",
     scale: str = "from zero",
+    stacked: bool = False,
+    kind: Callable[[str], object] = lambda name: name.partition(",")[0],
 ) -> None:
-    """Paired ratios or rates in panels side by side: a dot per round and variant, and the median, also as a number, with quartiles.
+    """Medians of paired ratios or of rates, also as numbers, with quartiles, in panels side by side that have the same axis.
 
-    All panels have the same axis. Variants whose names are equal up to a comma have the same color.
-
-    :param panels: for each panel's title the values of its variants, the same in all panels, one entry per round
+    :param panels: for each panel's title the values of its variants, one entry per round; the same variants in all panels
     :param spec: format of a median, such as ``.2f``
     :param scale: whether the axis begins ``"from zero"``; or is ``"near"`` the values, if they differ by percents; or ``"log"``
+    :param stacked: whether the panels lie one below the other; then each has its own variants
+    :param kind: of a variant, by its name: variants of a kind have the same color
     """
-    names = list(next(iter(panels.values())))
-    figure, axes = new_figure(1, len(panels), 1.2 + 0.34 * len(names), title, sharex=True, sharey=True)
-    colors: dict[str, str] = {}
+    counts = [len(variants) for variants in panels.values()]
+    rows, columns, height = 1, len(panels), 1.2 + 0.34 * counts[0]
+    if stacked:
+        rows, columns, height = len(panels), 1, 0.7 + 0.36 * sum(counts) + 0.4 * len(panels)
+    subplots: dict[str, Any] = {"sharex": True, "sharey": not stacked, "height_ratios": counts if stacked else None}
+    figure, axes = new_figure(rows, columns, height, title, **subplots)
+    figure.get_layout_engine().set(wspace=0.06)  # type: ignore[union-attr,call-arg]  # apart from the numbers at the left
+    colors: dict[object, str] = {}
     edge = 0.0
-    for plot, (panel, variants) in zip(axes[0], panels.items(), strict=True):
+    for plot, (panel, variants) in zip(axes.flat, panels.items(), strict=True):
         low, medians, high = np.quantile(list(variants.values()), (0.25, 0.5, 0.75), axis=1)
-        edge = max(edge, 1.25 * max(high))  # a disturbed round may lie beyond
-        for position, (name, values) in enumerate(variants.items()):
-            color = colors.setdefault(name.partition(",")[0], COLORS[len(colors) % len(COLORS)])
-            spread = position + np.linspace(-0.2, 0.2, len(values))
-            plot.plot(values, spread, "o", color=color, alpha=0.35, markersize=3)
-            plot.plot([medians[position]] * 2, [position - 0.3, position + 0.3], color=color, linewidth=2)
-            plot.plot([low[position], high[position]], [position] * 2, color=color, linewidth=1.6)
+        edge = max(edge, 1.1 * max(high))
+        for position, name in enumerate(variants):
+            color = colors.setdefault(kind(name), COLORS[len(colors) % len(COLORS)])
+            plot.vlines(medians[position], position - 0.3, position + 0.3, color, linewidth=2)
+            plot.hlines(position, low[position], high[position], color, linewidth=5, alpha=0.4)
         plot.axvline(1.0, color="0.25", linewidth=1, zorder=0)  # of ratios: as fast
         if scale == "log":
             plot.set_xscale("log")
             plot.minorticks_off()
             plot.set_xticks(ROUND_RATIOS, map(str, ROUND_RATIOS))
-        _rows(plot, panel, names, medians, spec)
+        _rows(plot, panel, list(variants), medians, spec)
     if scale == "from zero":
         plot.set_xlim(0, edge)
         plot.locator_params(axis="x", nbins=5)
-    figure.supxlabel(x_title, fontsize=8)
+    figure.supxlabel(f"{x_title} (line: median; bar: quartiles)", fontsize=8)
     figure.savefig(path)
 
 

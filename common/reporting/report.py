@@ -17,6 +17,8 @@ from common.reporting.run_figures import plot_confusion, plot_curves, plot_sampl
 from common.training.evaluation import Evaluation
 from common.training.metrics import TIMES, Record, read_metrics
 
+SAMPLES_SHOWN = 32
+
 
 def lost_to_data(data_wait: float, gpu_busy: float | None) -> float:
     """The share of a step in which training waits for its data.
@@ -78,7 +80,7 @@ def finish(
     """Draw the figures, write ``result.json``, and return the summary. For rank 0, when the run is complete.
 
     :param run_dir: which holds the run's ``metrics.jsonl``
-    :param shown: a few samples of the test set
+    :param shown: samples of the test set
     :param predictions: their predicted classes
     :param result: that of the evaluation
     :param epochs: passes over the training set that are done; ``metrics.jsonl`` may have lost records of some
@@ -100,10 +102,12 @@ def finish(
     plot_curves(run_dir / "curves.png", records, title, data.unit)
     plot_confusion(run_dir / "confusion.png", result.confusion, data.classes, title)
     if data.is_text:
-        plot_text(run_dir / "samples.png", *lines_of(data, shown, predictions), title)
-    else:
-        images, labels = shown.images.numpy(), shown.labels.tolist()
-        plot_samples(run_dir / "samples.png", images, labels, predictions.tolist(), data.classes, title)
+        texts, guesses = lines_of(data, shown, predictions)
+        plot_text(run_dir / "samples.png", texts[:SAMPLES_SHOWN], guesses[:SAMPLES_SHOWN], title)
+    else:  # the wrong ones first
+        chosen = (shown.labels == predictions).byte().argsort(stable=True)[:SAMPLES_SHOWN]
+        images, labels = shown.images[chosen].numpy(), shown.labels[chosen].tolist()
+        plot_samples(run_dir / "samples.png", images, labels, predictions[chosen].tolist(), data.classes, title)
     times = "the times of training are lost: metrics.jsonl has no record of an epoch\n"
     if seconds:
         part = "" if len(recorded) == epochs else f" (in the {len(recorded)} epochs that metrics.jsonl has records of)"

@@ -95,7 +95,7 @@ def plot_samples(
     classes: Sequence[str],
     title: str,
 ) -> None:
-    """Images in a grid of eight columns, each with its prediction; wrong ones in red, with the true class.
+    """Images in a grid of eight columns, each with its prediction; wrong ones, which come first, in red, with the true class.
 
     :param images: uint8 ``[n, channels, height, width]``, grey or RGB; of other numbers of channels, the first is drawn
     :param labels: true class of each image
@@ -104,7 +104,9 @@ def plot_samples(
     """
     columns, names = 8, [printable(name) for name in classes]
     rows = -(-len(images) // columns)
-    figure, axes = new_figure(1, 1, WIDTH / columns * rows + 0.6, title)
+    figure, axes = new_figure(
+        1, 1, WIDTH / columns * rows + 0.6, f"{title}: samples of the test set, mistakes first, in red"
+    )
     plot = axes[0, 0]  # one for all: axes of its own for each image would take a second
     plot.set_axis_off()
     for number, (image, label, prediction) in enumerate(zip(images, labels, predictions, strict=True)):
@@ -126,14 +128,18 @@ def plot_samples(
 
 
 def plot_text(path: Path, texts: Sequence[str], predicted: Sequence[str], title: str) -> None:
-    """Lines of text in four columns; below each line, in red, the characters that were predicted in the place of others.
+    """Lines of text in four columns; below each line, the characters that were predicted in the place of others: in red after
+    the equals sign, and else in grey, since the line before does not tell them.
 
     :param predicted: as long as ``texts``, line by line
     """
     columns = 4
     rows = -(-len(texts) // columns)
     figure, axes = new_figure(
-        1, 1, 0.4 * rows + 0.8, f"{title}: lines of the test set, and in red what was predicted instead"
+        1,
+        1,
+        0.4 * rows + 0.8,
+        f"{title}: lines of the test set, and wrong predictions below (grey: cannot be known)",
     )
     plot, style = axes[0, 0], {"family": "monospace", "fontsize": 9, "parse_math": False}
     plot.set_axis_off()
@@ -143,7 +149,9 @@ def plot_text(path: Path, texts: Sequence[str], predicted: Sequence[str], title:
         row, column = divmod(number, columns)
         wrong = "".join(" " if guess == given else guess for guess, given in zip(guesses, text, strict=True))
         plot.text(column, row, text, **style)
-        plot.text(column, row + 0.4, wrong, color="#c0271a", **style)
+        known = text.find("=") + 1
+        plot.text(column, row + 0.4, wrong[:known], color="0.6", **style)
+        plot.text(column, row + 0.4, " " * known + wrong[known:], color="#c0271a", **style)
     figure.savefig(path)
 
 

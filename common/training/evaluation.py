@@ -27,7 +27,6 @@ from common.training.precision import autocast
 BATCH_SIZES = {"cpu": 500, "cuda": 2048}
 SMALLEST_BATCH_SIZE = 32
 MOST_NAMED_COLUMNS = 12
-SAMPLES_SHOWN = 32
 
 
 @dataclass(frozen=True)
@@ -104,12 +103,14 @@ def evaluate(network: nn.Module, data: ImageData, env: DistEnv, precision: str, 
     return Evaluation(loss.item() / samples, confusion.cpu().numpy())
 
 
-def samples_shown(data: ImageData) -> Batch:
-    """The first samples of the test set, which a run's report shows.
+def samples_shown(data: ImageData, device: torch.device) -> Batch:
+    """The first samples of the test set, as many as are evaluated at once on a device. A run's report shows some of them.
 
     :raises UsageError: when a file cannot be read
     """
-    return data.test.__getitems__(BatchKey(0, np.arange(min(SAMPLES_SHOWN, len(data.test)))))
+    return data.test.__getitems__(
+        BatchKey(0, np.arange(min(evaluation_batch_size(data.shape, device), len(data.test))))
+    )
 
 
 @torch.inference_mode()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +34,10 @@ class Kind(NamedTuple):
 def _kinds() -> dict[str, Kind]:
     """The kinds by name, in the order of the page: a heading and text for each detector, and below it one for each name."""
     kinds = {}
-    for part in PAGE.read_text().split("\n## ")[1:]:
+    text = re.sub(
+        r"\*\* \[(.+)\]\(.*\)$", r"** \1", PAGE.read_text(), flags=re.MULTILINE
+    )  # the names of linked chapters
+    for part in text.split("\n## ")[1:]:
         detector, *findings = part.split("\n### ")
         how = " ".join(detector.partition("\n")[2].split())
         for finding in findings:

@@ -108,10 +108,14 @@ def _table(one: Comparison) -> list[str]:
     return table(columns)
 
 
-def _plot(path: Path, comparisons: list[Comparison], title: str, labels: Mapping[str, str], **style: str) -> None:
+def _plot(
+    path: Path, comparisons: list[Comparison], title: str, labels: Mapping[str, str], scale: str = "from zero"
+) -> None:
     """:param labels: of the variants to draw"""
     panels = {}
     for one in comparisons:
         of_reference = ratios(one.seconds, one.reference)
         panels[f"{one.title}\n1 = {one.reference}"] = {label: of_reference[name] for name, label in labels.items()}
-    plot_rounds(path, panels, title=title, x_title="time per step, as a multiple of the variant named above", **style)
+    plot_rounds(
+        path, panels, title=title, x_title="time per step, as a multiple of the variant named above", scale=scale
+    )

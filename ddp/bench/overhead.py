@@ -2,8 +2,8 @@
 
 Three loops take turns, a few steps each:
 
-- ``bare``: forward, loss, backward and optimizer on one batch that is already on the device. No DDP.
-- ``bare, DDP``: the same with the model wrapped by DDP. With one rank this adds the cost of DDP itself; with several ranks it
+- ``bare loop``: forward, loss, backward and optimizer on one batch that is already on the device. No DDP.
+- ``bare loop in DDP``: the same with the model wrapped by DDP. With one rank this adds the cost of DDP itself; with several ranks it
   also adds the all-reduce of the gradients.
 - ``trainer``: the step of ``ddp.train``: it fetches, augments and moves each batch, seeds, sets the learning rate, and
   accumulates metrics.
@@ -43,7 +43,7 @@ from ddp.job import Job, StepGuard
 from ddp.rendezvous.process_group import process_group
 from ddp.train import build_job, train_step
 
-BARE, BARE_DDP, TRAINER = "bare", "bare, DDP", "trainer"
+BARE, BARE_DDP, TRAINER = "bare loop", "bare loop in DDP", "trainer"
 
 
 @dataclass(frozen=True)
@@ -207,7 +207,7 @@ def report(
         lines.append(f"{pair:>48}: {ratio:.3f}{' (within the noise: as fast)' if ratio.within_noise() else ''}")
     results = {"world_size": env.world_size, "seconds_per_step": seconds, "ratios": ratios, **content}
     with results_in(config.output):
-        x_title = "ratio of the times per step"
+        x_title = "ratio of the times per step; below 1: the first takes less"
         figure = config.output / f"{name}.png"
         plot_rounds(figure, {"": ratios}, title=title, x_title=x_title, spec=".3f", scale="near")
         print(write_report(config, name, results, [name], lines))

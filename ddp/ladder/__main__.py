@@ -81,8 +81,13 @@ def rates_of(turns: Mapping[str, list[Turn]]) -> dict[str, list[float]]:
     return {name: [BATCH_SIZE / turn.seconds for turn in own] for name, own in turns.items()}
 
 
-def report(config: LadderConfig, turns: dict[str, list[Turn]]) -> str:
-    """Write the JSON and the figure, and return the table."""
+def report(
+    config: LadderConfig, turns: dict[str, list[Turn]], others: Mapping[str, Mapping[str, str]] | None = None
+) -> str:
+    """Write the JSON and the figure, and return the table.
+
+    :param others: groups of the variants beside the rungs: for each group's title, the variants' names and labels
+    """
     rates = rates_of(turns)
     climbed = list(rungs())
     gains = {name: paired_ratio(rates[name], rates[before]) for before, name in itertools.pairwise(climbed)}
@@ -103,13 +108,18 @@ def report(config: LadderConfig, turns: dict[str, list[Turn]]) -> str:
         *table(columns, 36, 37),
         f"the last rung by the first: {whole:.2f}; the product of the gains: {product:.2f}",
     ]
-    shown = {f"{name}\n{limits[name]}": own for name, own in rates.items()}
+    groups = {"the ladder: each rung has one change more": {name: name for name in climbed}, **(others or {})}
     plot_rounds(
         config.output / "ladder.png",
-        {"": shown},
-        title=f"one change at a time: {title}",
-        x_title="images/s",
+        {
+            group: {f"{label}\n{limits[name]}": rates[name] for name, label in labels.items()}
+            for group, labels in groups.items()
+        },
+        title=f"{title}; orange: bf16, blue: fp32",
+        x_title="images/s, and shares: waiting for batches, of the time; in the kernel, and idle, of the cores' time",
         spec=",.0f",
+        stacked=True,
+        kind=lambda label: "bf16" in label,
     )
     content = {"turns": {name: [turn._asdict() for turn in own] for name, own in turns.items()}}
     return write_report(config, "ladder", content, ["ladder"], lines)

@@ -158,7 +158,7 @@ class Supervisor:
             predicts = env.is_main or config.is_sharded  # of shards, a forward pass is a collective
             with env.fail_together():  # a rank that cannot read must not leave the others in a forward pass
                 if predicts:
-                    shown = samples_shown(job.data)
+                    shown = samples_shown(job.data, env.device)
             if predicts:
                 precision = config.precision if config.is_sharded else "fp32"
                 predictions = predict(job.network, job.data, env, shown.images, precision)

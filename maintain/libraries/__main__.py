@@ -29,6 +29,11 @@ PEERS: Variants = {
     "lightning": (LightningTraining, None),
 }
 
+GROUPS = {
+    "ddp.train, two ranks": {name: f"{name} (bf16)" if name == "ddp.train --fast" else name for name in OURS},
+    "other scripts and libraries, two ranks": {name: name for name in PEERS},
+}
+
 
 @command
 def main() -> None:
@@ -43,7 +48,7 @@ def report(config: LadderConfig, turns: dict[str, list[Turn]]) -> str:
     rates = rates_of(turns)
     best = max(PEERS, key=lambda name: statistics.median(rates[name]))
     compared = table({f"of {best}'s": cells(ratios(rates, best), ".2f")}, 36, 37)
-    return "\n".join([*compared, ladder.report(config, turns)])
+    return "\n".join([*compared, ladder.report(config, turns, GROUPS)])
 
 
 if __name__ == "__main__":

@@ -97,7 +97,7 @@ class Late(Dataset):
         return index
 
 if __name__ == "__main__":
-    tried = try_loader(DataLoader(Late(), batch_size=16), 10.0)
+    tried = try_loader(DataLoader(Late(), batch_size=16), 25.0)
     print(json.dumps(tried.gains[0].setting))
 """
 
