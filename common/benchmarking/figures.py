@@ -13,7 +13,7 @@ from common.reporting.run_figures import COLORS, label_ends, new_figure
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-ROUND_RATIOS = (1, 2, 5, 10, 20, 50)
+ROUND_NUMBERS = (1, 2, 5, 10, 20, 50)
 STACKED = [
     *(COLORS[number] for number in (0, 6, 1, 7, 3, 4, 5, 2)),
     "#d3d8dc",
@@ -28,9 +28,10 @@ def plot_sweep(
     panels: Mapping[str, Mapping[str, Curve]],
     *,
     title: str,
-    unit: str = "images",
+    y_title: str = "images/s: median and quartiles of the rounds",
+    log: bool = False,
 ) -> None:
-    """Images/s, or so many of another unit, over one axis, in panels side by side: medians of repeated runs with their quartiles.
+    """Images/s, or another quantity, over one axis, in panels side by side: medians of repeated runs with their quartiles.
 
     :param x_values: numbers or words, drawn at equal distances
     :param panels: for each panel's title its curves by their names
@@ -49,12 +50,19 @@ def plot_sweep(
             }
             plot.errorbar(sorted(points), median, [median - low, high - median], markersize=4, capsize=3, **style)
             ends[name] = max(points), median[-1], style["color"]
-        plot.set_ylim(bottom=0)
+        if log:
+            plot.set_yscale("log")
+            plot.minorticks_off()
+            limits = plot.get_ylim()
+            plot.set_yticks(ROUND_NUMBERS, map(str, ROUND_NUMBERS))
+            plot.set_ylim(limits)
+        else:
+            plot.set_ylim(bottom=0)
         plot.set_xticks(range(len(x_values)), map(str, x_values))
         plot.set_xlabel(x_title)
         plot.set_title(panel, fontsize=9)
         label_ends(plot, ends)
-    axes[0, 0].set_ylabel(f"{unit}/s: median and quartiles of the rounds")
+    axes[0, 0].set_ylabel(y_title)
     figure.savefig(path)
 
 
@@ -138,7 +146,7 @@ def plot_rounds(
         if scale == "log":
             plot.set_xscale("log")
             plot.minorticks_off()
-            plot.set_xticks(ROUND_RATIOS, map(str, ROUND_RATIOS))
+            plot.set_xticks(ROUND_NUMBERS, map(str, ROUND_NUMBERS))
         _rows(plot, panel, names, medians, spec)
     if scale == "from zero":
         plot.set_xlim(0, edge)
