@@ -13,7 +13,7 @@ from common.reporting.run_figures import COLORS, label_ends, new_figure
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-ROUND_NUMBERS = (1, 2, 5, 10, 20, 50)
+ROUND_RATIOS = (1, 2, 5, 10, 20, 50)
 STACKED = [
     *(COLORS[number] for number in (0, 6, 1, 7, 3, 4, 5, 2)),
     "#d3d8dc",
@@ -29,7 +29,6 @@ def plot_sweep(
     *,
     title: str,
     y_title: str = "images/s: median and quartiles of the rounds",
-    log: bool = False,
 ) -> None:
     """Images/s, or another quantity, over one axis, in panels side by side: medians of repeated runs with their quartiles.
 
@@ -50,14 +49,7 @@ def plot_sweep(
             }
             plot.errorbar(sorted(points), median, [median - low, high - median], markersize=4, capsize=3, **style)
             ends[name] = max(points), median[-1], style["color"]
-        if log:
-            plot.set_yscale("log")
-            plot.minorticks_off()
-            limits = plot.get_ylim()
-            plot.set_yticks(ROUND_NUMBERS, map(str, ROUND_NUMBERS))
-            plot.set_ylim(limits)
-        else:
-            plot.set_ylim(bottom=0)
+        plot.set_ylim(bottom=0)
         plot.set_xticks(range(len(x_values)), map(str, x_values))
         plot.set_xlabel(x_title)
         plot.set_title(panel, fontsize=9)
@@ -146,7 +138,7 @@ def plot_rounds(
         if scale == "log":
             plot.set_xscale("log")
             plot.minorticks_off()
-            plot.set_xticks(ROUND_NUMBERS, map(str, ROUND_NUMBERS))
+            plot.set_xticks(ROUND_RATIOS, map(str, ROUND_RATIOS))
         _rows(plot, panel, names, medians, spec)
     if scale == "from zero":
         plot.set_xlim(0, edge)

@@ -122,7 +122,6 @@ def report(config: Config, rows: list[dict[str, Any]]) -> str:
         sizes,
         {"": curves},
         title=title,
-        y_title="test error, %: median and quartiles of the seeds",
-        log=True,
+        y_title="test error, %",
     )
     return write_report(config, "batch", {"rows": rows}, ["batch"], lines)
