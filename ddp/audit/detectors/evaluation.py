@@ -98,19 +98,25 @@ def _samples(of_ranks: Sequence[Epoch]) -> Findings:
 
 def _trained_on(trace: Trace) -> Findings:
     """Samples of the set on which training has gone on before. Rows are compared, since each data set has numbers of its own."""
-    trained = dict[int, set[int]]()
+    trained, by_first = dict[int, set[int]](), dict[int, set[int]]()  # by all ranks and by rank 0, of each data set
     for rank in trace.ranks:
         for epoch in rank.training:
             trained.setdefault(epoch.begin.dataset, set()).update(epoch.rows)
+            if rank is trace.ranks[0]:
+                by_first.setdefault(epoch.begin.dataset, set()).update(epoch.rows)
     latest: int | None = None
     for epoch in trace.ranks[0].epochs:
-        rows = set(epoch.rows)
         if epoch.trains:
             latest = epoch.begin.dataset
-        elif latest is not None and epoch.begin.dataset not in trained and 2 * len(rows & trained[latest]) > len(rows):
-            text = f"{len(rows & trained[latest])} of {len(rows)} samples of this evaluation are trained on, too"
-            yield Finding("evaluates-what-is-trained-on", epoch.begin, text, 0)
-            return
+        elif latest is not None and epoch.begin.dataset not in trained:
+            rows = set(epoch.rows)
+            common, of_all = len(rows & trained[latest]), len(rows)
+            if not rows & by_first[latest] and 10 * common > of_all:  # a few rows may be equal by chance
+                text = f"{common} of {of_all} samples that rank 0 evaluates are trained on by other ranks, and none by itself"
+                yield Finding("splits-differ", epoch.begin, text, 0)
+            elif 2 * common > of_all:
+                text = f"{common} of {of_all} samples of this evaluation are trained on, too"
+                yield Finding("evaluates-what-is-trained-on", epoch.begin, text, 0)
 
 
 def _changed(trace: Trace) -> Findings:

@@ -10,7 +10,10 @@ from ddp.audit.trace import Trace, together
 from ddp.audit.watch.event_types import Average, AverageMade, LoaderBegins, Schedule, ScheduleMade
 
 LONG = 10  # optimizer steps of a script without loaders
-LEAST_IDLE, IDLE_PART = 3, 0.1  # optimizer steps with a rate of 0, in a row, and their part of all; a warm-up begins with one
+LEAST_IDLE, IDLE_PART = (
+    3,
+    0.1,
+)  # optimizer steps with a rate of 0, in a row, and their part of all; a warm-up begins with one
 
 
 def detect(trace: Trace) -> Findings:

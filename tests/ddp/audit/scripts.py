@@ -447,6 +447,17 @@ part = torch.utils.data.Subset(data, range(rank, 16, 2))
 dist.all_reduce(torch.tensor(sum(len(inputs) for inputs, _ in DataLoader(part, 4))))
 """,
     ),
+    "SPLITS": (
+        "samples that rank 0 evaluates are trained on by other ranks, and none by itself",
+        """
+torch.manual_seed(0)
+data = TensorDataset(torch.randn(64, 8), torch.zeros(64).long())
+torch.manual_seed(1 + rank)
+train, test = torch.utils.data.random_split(data, [48, 16])
+run(DistributedDataParallel(network), DataLoader(train, 8, sampler=DistributedSampler(train)))
+dist.all_reduce(torch.tensor(sum(len(inputs) for inputs, _ in DataLoader(test, 4))))
+""",
+    ),
     "SWAPPED": (
         "each evaluation leaves other weights",
         """
