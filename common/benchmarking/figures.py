@@ -28,9 +28,9 @@ def plot_sweep(
     panels: Mapping[str, Mapping[str, Curve]],
     *,
     title: str,
-    unit: str = "images",
+    y_title: str = "images/s: median and quartiles of the rounds",
 ) -> None:
-    """Images/s, or so many of another unit, over one axis, in panels side by side: medians of repeated runs with their quartiles.
+    """Images/s, or another quantity, over one axis, in panels side by side: medians of repeated runs with their quartiles.
 
     :param x_values: numbers or words, drawn at equal distances
     :param panels: for each panel's title its curves by their names
@@ -54,7 +54,7 @@ def plot_sweep(
         plot.set_xlabel(x_title)
         plot.set_title(panel, fontsize=9)
         label_ends(plot, ends)
-    axes[0, 0].set_ylabel(f"{unit}/s: median and quartiles of the rounds")
+    axes[0, 0].set_ylabel(y_title)
     figure.savefig(path)
 
 

@@ -19,6 +19,11 @@ SETTLES = {
     "loss-divided-by-ranks": "numbers",
     "saved-by-its-own-value": "saves",
 }
+# How a run proves a suspicion of draws, which grow with the batch there.
+PROOFS = {
+    "same-noise": " the line draws more numbers, so some for each sample",
+    "same-augmentation": " a step draws more numbers, so some for each sample",
+}
 
 
 def settle(finding: Finding, variations: Iterable[Variation], base: Trace) -> bool | None:
@@ -26,16 +31,17 @@ def settle(finding: Finding, variations: Iterable[Variation], base: Trace) -> bo
 
     :param variations: the runs so far
     """
-    found = [(f"{one.what}: {one.text}", one.plan.kind, _is_equal(finding, one, base)) for one in variations]
-    if proofs := [text for text, _, is_equal in found if is_equal is False]:
-        finding.proof, finding.unsettled = proofs[0], ""
-        return True
-    if any(is_equal for *_, is_equal in found):
+    found = [(one, _is_equal(finding, one, base)) for one in variations]
+    for one, is_equal in found:
+        if is_equal is False:
+            finding.proof, finding.unsettled = one.what + PROOFS.get(finding.name, f": {one.text}"), ""
+            return True
+    if any(is_equal for _, is_equal in found):
         finding.unsettled = ""
         return False
-    for text, kind, _ in found:
-        if kind == "ranks":
-            finding.unsettled = text
+    for one, _ in found:
+        if one.plan.kind == "ranks":
+            finding.unsettled = f"{one.what}: {one.text}"
     return None
 
 

@@ -206,7 +206,8 @@ def vary(plans: Sequence[Plan], base: Trace, run: Runner) -> Iterator[Variation]
                         continue
                 other = run(folder, plan.script, plan.ranks, None, plan.batches)
                 if other.world_size != plan.ranks:
-                    raise UsageError(f"the script made a group of {other.world_size} ranks")
+                    made = f"a group of {other.world_size} ranks" if other.world_size else "no process group there"
+                    raise UsageError(f"the script made {made}")
                 verdict = plan.compare(base, other)
                 text = f"{what}: {verdict.text}"
                 finding = Finding(f"vary-{plan.kind}", verdict.at, text, cure=verdict.cure) if verdict.at else None

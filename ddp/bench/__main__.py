@@ -7,6 +7,7 @@
     python -m ddp.bench engines                        # the hand-written DDP against torch's, on four models, and their parts
     python -m ddp.bench sharding                       # ZeRO-1, 2, 3 by hand against replicas and fully_shard
     python -m ddp.bench memory                         # what a rank holds and sends at each stage, and the formulas
+    python -m ddp.bench batch                          # the test error when the global batch grows, by rules for the rate
     torchrun --nproc_per_node=2 -m ddp.bench safety    # the cost of checkpoints, flags and the watchdog
 
 All variants of a benchmark run in one command and take turns in a rotating order. Results are medians and round-by-round
@@ -23,7 +24,7 @@ from common.command_line.cli import command
 from common.errors import UsageError
 
 ON_RANKS = ("overhead", "safety")  # which torchrun may start; the others start their own processes
-BENCHMARKS = (*ON_RANKS, "scaling", "allreduce", "engines", "sharding", "memory")
+BENCHMARKS = (*ON_RANKS, "scaling", "allreduce", "engines", "sharding", "memory", "batch")
 MOVED = {"costs": "engines", "strategies": "scaling"}
 
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 BROKEN = "--right" not in sys.argv  # the exhibit as it was found, or with the bug fixed
 
@@ -59,6 +59,12 @@ def samples(count: int) -> TensorDataset:
     """A small data set of such inputs and labels, alike on all ranks."""
     inputs = torch.randn(count, 8)
     return TensorDataset(inputs, _labels(inputs))
+
+
+def loader() -> DataLoader[Any]:
+    """Ten batches of 16 such samples for each of two ranks. The audit can make them larger, as `batches()` cannot be."""
+    data = samples(320)
+    return DataLoader(data, 16, sampler=DistributedSampler[Any](data, shuffle=False))
 
 
 def _labels(inputs: Tensor) -> Tensor:

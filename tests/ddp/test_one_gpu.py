@@ -68,6 +68,16 @@ def test_the_hand_written_ddps_train_as_torch_s(strategy: str) -> None:
     assert outcome.losses == pytest.approx(expected.losses, rel=TOLERANCE)
 
 
+def test_micro_steps_equal_one_big_batch() -> None:
+    """Four micro-steps end with the parameters of one batch of the same samples.
+
+    Claim (ddp/README.md): on a GPU that two ranks share, both DDPs train, accumulate, clip, save and resume.
+    """
+    whole, divided = (run(train_epochs, 2, on_gpu(model="mlp", grad_accumulation_steps=k))[0] for k in (1, 4))
+    assert_close(divided.parameters, whole.parameters, TOLERANCE)
+    assert divided.losses == pytest.approx(whole.losses, rel=TOLERANCE)
+
+
 def test_clipping_sees_unscaled_gradients() -> None:
     """Clipping sees unscaled gradients.
 

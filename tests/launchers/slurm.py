@@ -23,7 +23,7 @@ from pathlib import Path
 
 from tests.support.harm import network
 from tests.support.harm.network import TwoHosts
-from tests.support.launch import REPOSITORY, clean_environment, start_program
+from tests.support.launch import REPOSITORY, clean_environment, start_program, wait_until
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel")
 START_S = 60.0
@@ -152,7 +152,7 @@ def slurm(hosts: TwoHosts, folder: Path) -> Iterator[Cluster]:
         ):  # fmt: skip
             output = folder / f"daemon-{len(list(folder.glob('daemon-*')))}.log"
             stack.enter_context(start_program(*command, env=cluster.environment, output=output))
-            _wait_for(folder / "munge.socket", cluster)
+            wait_until((folder / "munge.socket").exists, START_S)
         deadline = time.monotonic() + START_S
         while (states := _states(cluster)) != ["idle", "idle"]:
             assert time.monotonic() < deadline, f"the nodes are {states}:\n{cluster.logs()}"
@@ -168,10 +168,3 @@ def _states(cluster: Cluster) -> list[str]:
         text=True,
     )
     return done.stdout.split()
-
-
-def _wait_for(socket_of_munge: Path, cluster: Cluster) -> None:
-    deadline = time.monotonic() + START_S
-    while not socket_of_munge.exists():
-        assert time.monotonic() < deadline, cluster.logs()
-        time.sleep(0.05)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 
 from ddp.bench.__main__ import BENCHMARKS
-from tests.support.launch import REPOSITORY
+from tests.support.launch import run_program
 
 COMMANDS = [
     *(
@@ -54,10 +52,7 @@ for command in {COMMANDS!r}:
 @pytest.fixture(scope="module")
 def helped() -> dict[str, list[Any]]:
     """For each command its exit status, whether the help names it, and what it imported without need."""
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], cwd=REPOSITORY, capture_output=True, text=True, timeout=100, check=True
-    )
-    return {command: rest for command, *rest in map(json.loads, done.stdout.splitlines())}
+    return {command: rest for command, *rest in map(json.loads, run_program(PROGRAM).stdout.splitlines())}
 
 
 @pytest.mark.parametrize("command", COMMANDS)

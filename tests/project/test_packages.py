@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.support.launch import REPOSITORY
+from tests.support.launch import REPOSITORY, run_program
 
 SUBJECTS = ("dataloading", "dataparallel", "ddp")
 
@@ -18,8 +16,7 @@ SUBJECTS = ("dataloading", "dataparallel", "ddp")
 def import_in(folder: Path, module: str, *, first: Path = Path(".")) -> subprocess.CompletedProcess[str]:
     """Import a module in a fresh interpreter, as ``python -m`` would: ``first`` comes before this repository."""
     program = f"import sys; sys.path[:0] = [{str(first)!r}, {str(REPOSITORY)!r}]; import {module}"
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    return subprocess.run([sys.executable, "-c", program], cwd=folder, env=environment, capture_output=True, text=True)
+    return run_program(program, cwd=folder, env={"PYTHONPATH": ""})
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,15 @@ def run_command(
     return subprocess.CompletedProcess(arguments, process.returncode, out, err)
 
 
+def run_program(
+    program: str, *arguments: str | Path, env: Mapping[str, str] | None = None, cwd: Path = REPOSITORY
+) -> subprocess.CompletedProcess[str]:
+    """Run a program of Python, given as its text, outside any job, and wait for it."""
+    command = [sys.executable, "-c", program, *map(str, arguments)]
+    environment = {**clean_environment(), **(env or {})}
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=120)
+
+
 def run_torchrun(
     ranks: int, *arguments: str, timeout_s: float = 120.0, env: dict[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:

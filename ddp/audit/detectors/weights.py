@@ -18,12 +18,13 @@ from ddp.audit.trace import Step, Trace
 from ddp.audit.watch.event_types import Loss, PutBack
 
 equal = functools.partial(math.isclose, rel_tol=1e-3)
+SLIGHT = 0.05  # weights that differ by less, as with a few ignored labels, are a hint
 
 
 def detect(trace: Trace) -> Findings:
     yield from _short_windows(trace)  # one of 1 / ranks looks like a loss that is divided by them
-    for steps in trace.steps():
-        yield from _of_step(steps)
+    found = [finding for steps in trace.steps() for finding in _of_step(steps)]
+    yield from sorted(found, key=attrgetter("is_hint"))  # the first at a line stays: a slight one hides no other
 
 
 def _short_windows(trace: Trace) -> Findings:
@@ -80,8 +81,9 @@ def _of_step(steps: list[Step]) -> Findings:
             yield Finding(
                 "mean-of-means",
                 high,
-                f"a mean of means: a term of the loss weighs {high.weight:.3g} in a micro-batch of {high.terms} terms on rank "
-                f"{high.rank}, and {low.weight:.3g} in one of {low.terms} on rank {low.rank}",
+                f"a mean of means: a term of the loss weighs {high.weight:.4g} in a micro-batch of {high.terms} terms on rank "
+                f"{high.rank}, and {low.weight:.4g} in one of {low.terms} on rank {low.rank}",
+                is_hint=math.isclose(low.weight, high.weight, rel_tol=SLIGHT),
             )
             return
         total = sum(loss.weight * loss.terms for loss in losses) / ranks

@@ -14,17 +14,19 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, DistributedSampler
 
-from ddp.museum.exhibit import BROKEN, batches, ddp_and_sgd, finish, samples, start, train
+from ddp.museum.exhibit import BROKEN, ddp_and_sgd, finish, loader, samples, start, train
 
 rank, ranks = start()
 test = samples(21)
 model, optimizer = ddp_and_sgd()
-train(model, optimizer, batches())
+train(model, optimizer, loader())
 exact = range(rank, len(test), ranks)
-loader = DataLoader(test, sampler=DistributedSampler[int](test) if BROKEN else exact)  # audit: evaluation-counts-twice
+evaluation = DataLoader(
+    test, sampler=DistributedSampler[int](test) if BROKEN else exact
+)  # audit: evaluation-counts-twice
 counts = torch.zeros(2)
 with torch.no_grad():
-    for inputs, labels in loader:
+    for inputs, labels in evaluation:
         correct = model(inputs).argmax(1) == labels
         counts += torch.tensor([correct.sum(), len(correct)])
 dist.all_reduce(counts)

@@ -12,14 +12,15 @@ One seed lets all ranks build the same model. After that their generators stay e
 import torch
 import torch.nn.functional as F
 
-from ddp.museum.exhibit import BROKEN, batches, ddp_and_sgd, finish, gathered, start
+from ddp.museum.exhibit import BROKEN, ddp_and_sgd, finish, gathered, loader, start
 
 rank, ranks = start()
+batches = loader()
 model, optimizer = ddp_and_sgd(outputs=8)
 torch.manual_seed(1 if BROKEN else 1 + rank)  # The model is built; only noise is drawn from here on.
 drawn = set()
-for clean, _ in batches():
-    time, noise = torch.rand(16, 1), torch.randn(16, 8)  # audit: same-noise
+for clean, _ in batches:
+    time, noise = torch.rand(len(clean), 1), torch.randn_like(clean)  # audit: same-noise
     F.mse_loss(model(clean + time * noise), noise).backward()
     optimizer.step()
     optimizer.zero_grad()

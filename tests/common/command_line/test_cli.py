@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import signal
-import subprocess
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +11,7 @@ import pytest
 
 from common.command_line.cli import command, from_settings, option, parse
 from common.errors import UsageError
-from tests.support.launch import REPOSITORY, run_ranks
+from tests.support.launch import run_program, run_ranks
 
 
 @dataclass(frozen=True)
@@ -188,8 +186,7 @@ def test_a_user_error_is_one_line_and_status_2(capsys: pytest.CaptureFixture[str
 
 def test_nothing_heavy_is_imported_with_it() -> None:
     program = "import sys, common.command_line.cli; print(*{'torch', 'numpy', 'matplotlib', 'PIL'} & set(sys.modules))"
-    run = subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, check=True)
-    assert run.stdout.strip() == ""
+    assert run_program(program).stdout == "\n"
 
 
 class Interrupted:
@@ -266,5 +263,5 @@ main()
 def test_what_a_stop_signal_meets_half_built_prints_nothing(name: str, block: str, status: int) -> None:
     """As torch's DataLoader, whose iterator cannot be finalized before it has workers."""
     program = HALF_BUILT.format(name=name, block=block)
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=REPOSITORY)
+    done = run_program(program)
     assert (done.returncode, done.stderr) == (status, f"stopped by {name}\n")

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from tests.support.launch import REPOSITORY, clean_environment
+from tests.support.launch import REPOSITORY, clean_environment, run_program
 
 PROGRAM = """
 import logging
@@ -68,8 +68,5 @@ def test_a_stdout_that_cannot_be_written_is_named() -> None:
 
 def test_a_name_that_is_no_utf_8_can_be_printed() -> None:
     program = f"{PROGRAM}\n@command\ndef name():\n    print('caf\\udce9')\nname()"
-    environment = clean_environment() | {"PYTHONIOENCODING": "utf-8"}
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, cwd=REPOSITORY, env=environment, timeout=60
-    )
+    done = run_program(program, env={"PYTHONIOENCODING": "utf-8"})
     assert (done.returncode, done.stdout, done.stderr) == (0, "caf\\udce9\n", "")

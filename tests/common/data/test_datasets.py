@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -64,11 +63,6 @@ def test_more_samples_than_there_are_is_refused(name: str, split: str, available
     limits = {"train_samples": 1, f"{split}_samples": limit}
     with pytest.raises(UsageError, match=f"^--{split}-samples {limit} is more than the {available} that {name} has$"):
         load(name, None if name == "glyphs" else fashion_mnist.DEBIAN_FOLDER, **limits)  # type: ignore[arg-type]
-
-
-def test_a_folder_for_glyphs_is_refused() -> None:
-    with pytest.raises(UsageError, match="--data-dir somewhere is for fashion-mnist"):
-        load("glyphs", Path("somewhere"))
 
 
 @needs_debians_files

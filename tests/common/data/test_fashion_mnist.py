@@ -99,13 +99,6 @@ def test_every_layout_reads_as_torchvision_reads_its_own(
     np.testing.assert_array_equal(labels, reference.targets.numpy())
 
 
-def test_a_missing_folder_is_named_with_what_to_do(tmp_path: Path) -> None:
-    message = refusal(tmp_path / "nowhere", "train")
-    assert f"no train-images-idx3-ubyte[.gz] in {tmp_path / 'nowhere'} " in message
-    assert "--data-dir" in message
-    assert "--download" in message
-
-
 DAMAGES: dict[str, Callable[[bytes], bytes]] = {
     "empty": lambda content: b"",
     "cut in its header": lambda content: content[:6],

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
-import subprocess
-import sys
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +11,7 @@ import torch
 from torch import nn
 
 from common.data.glyphs import CLASSES, SAMPLES, SIDE, render
-from tests.support.launch import REPOSITORY
+from tests.support.launch import run_program
 
 Half = tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]
 
@@ -42,11 +39,8 @@ def test_the_first_samples_are_the_same_however_many_are_drawn(train: Half, coun
 
 def test_another_process_draws_identical_bytes() -> None:
     program = "from tests.common.data.test_glyphs import digest, render; print(digest(render('test', 100)))"
-    environment = os.environ | {"PYTHONHASHSEED": "7"}
-    other = subprocess.run(
-        [sys.executable, "-c", program], cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=True
-    )
-    assert other.stdout.strip() == digest(render("test", 100))
+    other = run_program(program, env={"PYTHONHASHSEED": "7"})
+    assert other.stdout.strip() == digest(render("test", 100)), other.stderr
 
 
 def test_train_and_test_are_different_streams(train: Half, test: Half) -> None:

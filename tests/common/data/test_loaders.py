@@ -7,8 +7,6 @@ import errno
 import os
 import re
 import signal
-import subprocess
-import sys
 import tempfile
 from multiprocessing.resource_sharer import DupFd
 from pathlib import Path
@@ -25,7 +23,7 @@ from common.data.loaders import (
     stock_loader,
 )
 from common.errors import UsageError
-from tests.support.launch import REPOSITORY, clean_environment
+from tests.support.launch import run_program
 
 
 @pytest.mark.parametrize(
@@ -88,13 +86,6 @@ def test_a_worker_that_dies_while_it_hands_over_is_explained(tmp_path: Path) -> 
         batch.detach()
 
 
-def test_other_errors_pass() -> None:
-    with pytest.raises(RuntimeError, match=r"^something else$"), loader_errors():
-        raise RuntimeError("something else")
-    with pytest.raises(UsageError, match=r"^mine$"), loader_errors():
-        raise UsageError("mine")
-
-
 @pytest.mark.parametrize(
     "own",
     [
@@ -102,6 +93,8 @@ def test_other_errors_pass() -> None:
             'Original Traceback:\n  File "/home/me/torch_faces/data.py", line 7\nRuntimeError: label 7 is out of range'
         ),
         RuntimeError("shared memory of my own is odd"),
+        RuntimeError("something else"),
+        UsageError("mine"),
         OSError(errno.ENOSPC, "No space left on device", "cache/7.npy"),
     ],
 )
@@ -175,14 +168,7 @@ print("closed")
 
 
 def test_a_dead_worker_is_found_without_a_signal_handler() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", ONE_DIES],
-        cwd=REPOSITORY,
-        env=clean_environment(),
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    done = run_program(ONE_DIES)
     assert done.returncode == 0, done.stderr
     first, last = done.stdout.splitlines()
     assert first.startswith("DataLoader worker (pid(s)") and "exited unexpectedly" in first

@@ -47,11 +47,11 @@ def samples(noise: bool = False) -> tuple[Any, Any, list[str]]:
 
 @pytest.fixture
 def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Load:
-    """``load(returned, **settings)``: what a function that returns this makes, under the name ``own:load``."""
+    """``load(returned, **settings)``: what this function, or one that returns this, makes under the name ``own:load``."""
 
     def load_it(returned: Any, **settings: Any) -> ImageData:
         module = type(pytest)("own")
-        module.load = lambda: returned  # type: ignore[attr-defined]
+        module.load = returned if callable(returned) else lambda: returned  # type: ignore[attr-defined]
         monkeypatch.setitem(__import__("sys").modules, "own", module)
         return load_own("own:load", **settings)
 
@@ -193,13 +193,10 @@ def test_a_bad_sample_stays_one_line_when_a_worker_finds_it(load: Load) -> None:
     assert str(error.value) == expected
 
 
-def test_what_the_function_itself_raises_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_function_itself_raises_keeps_its_traceback(load: Load) -> None:
     def broken() -> None:
         raise FileNotFoundError(2, "No such file", "pixels.npy")
 
-    module = type(pytest)("own")
-    module.load = broken  # type: ignore[attr-defined]
-    monkeypatch.setitem(__import__("sys").modules, "own", module)
     with pytest.raises(RuntimeError, match="--dataset own:load failed: FileNotFoundError") as error:
-        load_own("own:load")
+        load(broken)
     assert isinstance(error.value.__cause__, FileNotFoundError)

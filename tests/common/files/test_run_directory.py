@@ -72,15 +72,6 @@ def test_resume_leaves_the_run_as_it_is(tmp_path: Path) -> None:
     assert content(tmp_path / "run") == before
 
 
-def test_overwrite_deletes_the_run_and_nothing_beside_it(tmp_path: Path) -> None:
-    run(tmp_path / "run")
-    run(tmp_path / "neighbour")
-    neighbour = content(tmp_path / "neighbour")
-    prepare(tmp_path / "run", resume=False, overwrite=True).close()
-    assert content(tmp_path / "run").keys() == {LOCK_FILE}
-    assert content(tmp_path / "neighbour") == neighbour
-
-
 NOT_A_RUN = "--run-dir {} holds something that is not a run: give another, or an empty one"
 NO_RUN = "--resume: {} holds no run; start it without --resume, or name its --run-dir"
 
@@ -136,14 +127,14 @@ def put(folder: Path, names: Sequence[str]) -> None:
 
 
 def test_overwrite_deletes_all_that_a_run_writes(tmp_path: Path) -> None:
-    """Overwrite deletes all that a run writes.
+    """Overwrite deletes all that a run writes, and nothing beside it.
 
     Claim (ddp/resilience/README.md): `--overwrite` deletes what a run writes, and refuses all else by name.
     """
-    run(tmp_path)
-    put(tmp_path, WRITTEN)
-    prepare(tmp_path, overwrite=True).close()
-    assert content(tmp_path).keys() == {LOCK_FILE}
+    run(tmp_path / "run")
+    put(tmp_path, [*(f"run/{name}" for name in WRITTEN), "neighbour"])
+    prepare(tmp_path / "run", overwrite=True).close()
+    assert content(tmp_path).keys() == {f"run/{LOCK_FILE}", "neighbour"}
 
 
 @pytest.mark.parametrize("name", FOREIGN)

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
 from common.signals import stop_request
-from tests.support.launch import clean_environment, start_command
+from tests.support.launch import run_program, start_command
 
 
 @pytest.mark.parametrize(
@@ -47,9 +45,7 @@ def test_what_is_imported_by_another_program_hears_nothing() -> None:
         "import signal, ddp, dataparallel, dataloading; "
         "print(signal.getsignal(signal.SIGTERM) == signal.SIG_DFL, signal.getsignal(signal.SIGHUP) == signal.SIG_DFL)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, env=clean_environment(), cwd="."
-    )
+    done = run_program(program)
     assert done.stdout == "True True\n", done.stderr
 
 

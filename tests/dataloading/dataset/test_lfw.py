@@ -12,10 +12,7 @@ from PIL import Image
 from torchvision import transforms
 
 from common.errors import UsageError
-from dataloading.dataset.augmentation import ImageAugmentation
-from dataloading.dataset.decoders import installed
 from dataloading.dataset.lfw import LFWDataset
-from dataloading.dataset.sampler import SampleKey
 from tests.dataloading.conftest import PEOPLE, PICTURES
 from tests.dataloading.faults import HEIGHT, WIDTH, save_picture
 
@@ -64,27 +61,6 @@ def test_a_folder_without_a_jpeg_is_refused_with_what_it_should_be(tmp_path: Pat
         LFWDataset(tmp_path)
     assert str(refused.value).startswith(f"{tmp_path} holds no JPEG file, nor do the folders in it: a data set is ")
     assert "<folder>/<Person_Name>/<Person_Name>_<NNNN>.jpg" in str(refused.value)
-
-
-@pytest.mark.parametrize("decoder", installed())
-@pytest.mark.parametrize("image_size", [None, 16])
-@pytest.mark.parametrize("augmentation", ["none", "affine"])
-def test_pixels_in_a_batch_are_those_of_the_image(
-    pictures: Path, decoder: str, image_size: int | None, augmentation: str
-) -> None:
-    settings: dict[str, Any] = {"image_size": image_size, "augmentation": augmentation, "seed": 5}
-    files = LFWDataset(pictures, decoder=decoder, **settings)
-    reference = LFWDataset(pictures, **settings)
-    height, width, channels = files.image_shape()
-    assert (height, width, channels) == ((image_size or HEIGHT), (image_size or WIDTH), 3)
-    draws = ImageAugmentation(augmentation).draw(5, 2, np.arange(len(files)))
-    for sample in range(len(files)):
-        batch = np.full((3, height, width, 3), 77, np.uint8)
-        files.pixels_into(batch[1], sample, draws[sample])
-        expected = pixels(reference[SampleKey(2, sample)][0])
-        np.testing.assert_array_equal(batch[1], expected)
-        np.testing.assert_array_equal(pixels(files[SampleKey(2, sample)][0]), expected)
-        assert (batch[[0, 2]] == 77).all()
 
 
 @pytest.mark.parametrize(

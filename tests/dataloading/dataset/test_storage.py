@@ -45,18 +45,6 @@ def test_a_name_that_is_no_utf_8_can_be_read(tmp_path: Path) -> None:
     assert place.read(name) == b"bytes"
 
 
-def test_what_is_no_folder_is_refused_with_what_to_do(tmp_path: Path) -> None:
-    (tmp_path / "lfw.tgz").touch()
-    for root, line in {
-        f"{tmp_path}/missing": "is not there: give a folder of JPEGs",
-        f"{tmp_path}/lfw.tgz": "is a file, not a folder of JPEGs (an archive has to be unpacked first)",
-        "s3://bucket/lfw": "is a URL: mount it as a folder, or copy it, and give that folder",
-    }.items():
-        with pytest.raises(UsageError) as refused:
-            LocalFolder(root)
-        assert str(refused.value) == f"{root} {line}"
-
-
 def test_a_folder_that_cannot_be_listed_is_named(own_pictures: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scandir = os.scandir
 

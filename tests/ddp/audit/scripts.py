@@ -709,6 +709,17 @@ for epoch in range(2):
         torch.save({"last_epoch": epoch}, f"{folder}/last.pt")
         torch.save({"net": model.module.state_dict(), "optimizer": optimizer.state_dict()}, f"{folder}/net.pt")
 """,
+    "a label in 64 that is ignored": """
+torch.manual_seed(0)
+model = DistributedDataParallel(torch.nn.Linear(8, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for batch in batches():
+    labels = batch["label"].repeat(8)
+    labels[:rank] = -100
+    optimizer.zero_grad()
+    F.cross_entropy(model(batch["inputs"].repeat(8, 1)), labels).backward()
+    optimizer.step()
+""",
     "a probe that rank 0 trains alone, now and then": """
 torch.manual_seed(0)
 model = DistributedDataParallel(torch.nn.Linear(8, 2))

@@ -116,32 +116,29 @@ def test_export_writes_the_weights_of_the_plain_module(
 def test_user_errors_are_one_line(written: Path, run: Path, tmp_path: Path, user_error: UserError) -> None:
     main, there = checkpoint.main, tmp_path / "there"
     there.write_text("mine")
-    begun, nowhere, output = tmp_path / "begun", tmp_path / "nowhere", tmp_path / "weights.pt"
+    begun, output = tmp_path / "begun", tmp_path / "weights.pt"
     shutil.copytree(written, begun, ignore=shutil.ignore_patterns("epoch-*"))
     assert "unknown command 'list': there is inspect, export" in user_error(main, "list")
     for gone in (("import", "--input", "x"), ("export", "--format", "dcp")):
         assert "torch_save_to_dcp" in user_error(main, *gone)
     for name in ("inspect", "export"):
-        assert f"--run-dir {nowhere} holds no run: " in user_error(main, name, "--run-dir", nowhere)
         assert f"{there / FOLDER} cannot be read (Not a directory)" in user_error(main, name, "--run-dir", there)
         assert f"--run-dir {begun} holds no checkpoint yet: " in user_error(main, name, "--run-dir", begun)
 
     def export(*arguments: str | Path) -> str:
         return user_error(main, "export", "--run-dir", run, *arguments)
 
-    assert f"--checkpoint epoch-9: there is only {', '.join(NAMES)}" in export("--checkpoint", "epoch-9")
     assert f"--output {there} is there already: give another name (--overwrite" in export("--output", there)
     link = tmp_path / "link"
     link.symlink_to(there)  # as root, a rename would have replaced /dev/null
     for other in (link, tmp_path):
         assert "replaces a regular file only" in export("--output", other, "--overwrite")
     assert link.is_symlink() and there.read_text() == "mine"
-    unwritable = nowhere / "weights.pt"
-    assert f"--output {unwritable} cannot be written (No such file" in export("--output", unwritable)
     (run / FOLDER / BEST / "model.pt").unlink()
     assert f"{BEST} is damaged: model.pt cannot be read" in export("--checkpoint", "best", "--output", output)
     shutil.rmtree(run / FOLDER / BEST)
-    assert f"--checkpoint {BEST}: there is only " in export("--checkpoint", "best", "--output", output)
+    left = f"--checkpoint {BEST}: there is only {NAMES[0]}, {NAMES[2]}"
+    assert left in export("--checkpoint", "best", "--output", output)
     add_checkpoint(run, 40, best=None)
     assert "--checkpoint best: the run has evaluated none yet" in export("--checkpoint", "best", "--output", output)
     assert not output.exists()

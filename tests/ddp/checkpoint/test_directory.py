@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from ddp.checkpoint import Checkpoint, load, newest, prune, save, verify
 from tests.ddp.checkpoint.samples import bits
-from tests.support.launch import REPOSITORY, clean_environment
+from tests.support.launch import REPOSITORY, run_program
 
 LIFTED = (
     "ddp/checkpoint/directory.py", "ddp/checkpoint/folder.py", "common/files/atomic_files.py", "common/errors.py"
@@ -84,11 +83,5 @@ def test_four_files_are_all_that_is_to_be_copied(tmp_path: Path) -> None:
         "import sys; from ddp.checkpoint.directory import __file__, save, newest; heavy = 'torch' in sys.modules\n"
         "import torch; save('checkpoints', 3, {'w': torch.ones(2)}); print(newest('checkpoints').step, heavy, __file__)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        cwd=tmp_path,
-        env={**clean_environment(), "PYTHONPATH": str(tmp_path / "lifted")},
-        capture_output=True,
-        text=True,
-    )
+    done = run_program(script, cwd=tmp_path, env={"PYTHONPATH": str(tmp_path / "lifted")})
     assert (done.stdout, done.stderr) == (f"3 False {tmp_path / 'lifted' / LIFTED[0]}\n", "")

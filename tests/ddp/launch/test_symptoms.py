@@ -221,16 +221,11 @@ def test_ddp_prints_what_the_page_quotes() -> None:
 
 
 @pytest.mark.examples
-def test_a_rank_with_one_batch_more_waits() -> None:
-    printed = run_ranks(on_this_rank, 2, 3, [provoked.uneven_batches], fresh=True)
+@pytest.mark.parametrize(("program", "timeout_s"), [(provoked.uneven_batches, 3), (provoked.peer_leaves, 30)])
+def test_a_rank_waits_for_one_that_does_not_come(program: Callable[[], None], timeout_s: float) -> None:
+    printed = run_ranks(on_this_rank, 2, timeout_s, [program], fresh=True)
     assert printed[0] == [""]
-    assert_quoted("uneven_batches", printed[1][0])
-
-
-@pytest.mark.examples
-def test_a_rank_whose_peer_leaves() -> None:
-    printed = run_ranks(on_this_rank, 2, 30, [provoked.peer_leaves], fresh=True)
-    assert_quoted("peer_leaves", printed[1][0])
+    assert_quoted(program.__name__, printed[1][0])
 
 
 @pytest.mark.examples

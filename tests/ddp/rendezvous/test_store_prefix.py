@@ -8,7 +8,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import pytest
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
-from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from ddp.rendezvous.store_prefix import agree_on_prefix
 
@@ -71,14 +70,3 @@ def test_a_restart_is_not_ended_by_what_nccl_has_left(server: TCPStore) -> None:
         server.set(key, "1")
     agreed(server, 2)
     assert not any(server.check([key]) for key in keys)
-
-
-def test_a_restarted_job_does_not_see_the_keys_of_the_start_before(server: TCPStore) -> None:
-    def start() -> list[Store]:
-        clients = [TCPStore("127.0.0.1", server.port, is_master=False, timeout=PATIENT) for _ in range(2)]
-        return [PrefixStore(future.result(), own) for own, future in zip(clients, ranks(server, 2), strict=True)]
-
-    first, second = start(), start()
-    first[0].set("address", "of the dead")
-    assert first[1].get("address") == b"of the dead"
-    assert not second[0].check(["address"]) and not second[1].check(["address"])

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import gzip
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from ddp.rendezvous.process_group import process_group
 from ddp.resilience.profiling import ACTIVE, profile_steps
-from tests.support.launch import REPOSITORY, clean_environment
+from tests.support.launch import run_program
 
 
 @pytest.mark.filterwarnings("ignore")  # torch.profiler's own
@@ -36,13 +34,7 @@ with process_group("cpu") as env, profile_steps(env, pathlib.Path(sys.argv[1])) 
             torch.ones(4).sum()
         step_done()
 """
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(tmp_path)],
-        capture_output=True,
-        text=True,
-        cwd=REPOSITORY,
-        env=clean_environment(),
-    )
+    done = run_program(program, tmp_path)
     assert (done.stdout, done.stderr) == ("", "")
     with gzip.open(tmp_path / "rank0.json.gz") as file:
         names = [event.get("name") for event in json.load(file)["traceEvents"] if event.get("cat") == "user_annotation"]

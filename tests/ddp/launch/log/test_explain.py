@@ -77,12 +77,6 @@ def test_tracebacks_of_two_ranks_are_kept_apart(tmp_path: Path) -> None:
     assert (verdict.ranks, str(verdict.place)) == ((0,), "/home/me/data.py:8 in load")
 
 
-def test_a_progress_bar_before_the_traceback(tmp_path: Path) -> None:
-    bar = "\r".join(f"epoch 1: {number}%|###" for number in range(50))
-    verdict = verdict_of(tmp_path / "log", f"{bar}\r{bar}{FAILED}")
-    assert str(verdict.place) == "/home/me/data.py:8 in load"
-
-
 def test_a_folder_has_a_file_per_rank(tmp_path: Path) -> None:
     """Ranks are told by the number in which the names differ; an error file of @record is read, too."""
     for rank in range(2):
