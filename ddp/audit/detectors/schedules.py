@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 
 from ddp.audit.finding import Finding, Findings
@@ -9,6 +10,7 @@ from ddp.audit.trace import Trace, together
 from ddp.audit.watch.event_types import Average, AverageMade, LoaderBegins, Schedule, ScheduleMade
 
 LONG = 10  # optimizer steps of a script without loaders
+LEAST_IDLE, IDLE_PART = 3, 0.1  # optimizer steps with a rate of 0, in a row, and their part of all; a warm-up begins with one
 
 
 def detect(trace: Trace) -> Findings:
@@ -35,6 +37,14 @@ def detect(trace: Trace) -> Findings:
                 event,
                 f"neither this {event.name} nor another of its optimizer is ever stepped or updated",
                 is_hint=not loaders,  # it may be meant for later than this run ends
+            )
+    for which, steps_of_run in (("first", first.steps), ("last", first.steps[::-1])):
+        idle = list(itertools.takewhile(lambda step: max(step.before.rates) == 0, steps_of_run))
+        if max(LEAST_IDLE, IDLE_PART * len(first.steps)) <= len(idle) < len(first.steps):
+            yield Finding(
+                "rate-of-zero",
+                (idle[0] if which == "first" else idle[-1]).before,
+                f"the learning rate is 0 in the {which} {len(idle)} of {len(first.steps)} optimizer steps",
             )
     for events in together(trace.ranks, Schedule):
         metrics = [event.metric for event in events]

@@ -416,6 +416,19 @@ for number, (inputs, labels) in enumerate(batches(5)):
         optimizer.zero_grad()
 """,
     ),
+    "ENDS_EARLY": (
+        "the learning rate is 0 in the last 4 of 8 optimizer steps",
+        """
+model = DistributedDataParallel(network)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=4)
+for inputs, labels in batches(8):
+    F.cross_entropy(model(inputs), labels).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    schedule.step()
+""",
+    ),
     "LEAVES_OUT": (
         "4 of 28 samples are left out of the evaluation",
         """
@@ -708,6 +721,17 @@ for epoch in range(2):
         folder = os.path.dirname(__file__)
         torch.save({"last_epoch": epoch}, f"{folder}/last.pt")
         torch.save({"net": model.module.state_dict(), "optimizer": optimizer.state_dict()}, f"{folder}/net.pt")
+""",
+    "data that are drawn again, as they were": """
+for phase in range(2):
+    torch.manual_seed(0)
+    data = Rows()
+    model = DistributedDataParallel(torch.nn.Linear(8, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for batch in batches():
+        optimizer.zero_grad()
+        F.cross_entropy(model(batch["inputs"]), batch["label"]).backward()
+        optimizer.step()
 """,
     "a label in 64 that is ignored": """
 torch.manual_seed(0)
