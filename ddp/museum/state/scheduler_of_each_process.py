@@ -2,8 +2,8 @@
 
 With W GPUs, the schedule was over after 1/W of the steps. Several training scripts of several projects had this bug.
 
-A library steps the scheduler W times per step, for schedules that count the steps of one process. These schedules
-count the optimizer's steps already.
+Accelerate steps the scheduler W times per step, which is right for a schedule that counts the steps of one process.
+The schedules of these scripts count the optimizer's steps already.
 
 - huggingface/accelerate#2926, #1398
 - huggingface/diffusers#3954

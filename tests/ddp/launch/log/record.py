@@ -35,7 +35,7 @@ Each row is a small job of two ranks that fails under torchrun, on gloo. Its log
 - **Right**: the rank to blame, the line of the script and the cause are those of the first failure.
 - *Most likely* stands where the log leaves a doubt.
 
-The reader was tuned on these logs, so that they do not tell how often it is right on others.
+The doctor was tuned on these logs, so they do not tell how often it is right on others.
 
 """
 NOT_TUNED_ON = "\n## Not tuned on\n"  # this section is written by hand: posted logs are not kept here
