@@ -8,6 +8,7 @@ to step, so later steps are compared less closely, and not at all under autocast
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections import Counter
@@ -25,6 +26,7 @@ SAFETY = 16.0
 EPS = 2.0**-23  # of float32
 UNASKED = 1e-3  # the least difference that is told of where nobody has said that the runs must be equal
 LATER = 1e-2  # for the steps after the first
+SAME_SCHEDULE = 0.1  # how much a rate may be off where a schedule is longer, by rounding its steps
 UNIFORM = 0.02  # how much a factor of all gradients may be off
 WEIGHTS = (
     27.5  # the norm of a probe's weights (watch/tensors.py): no probe is larger than this times its elements' norm
@@ -185,6 +187,8 @@ def _steps(
         if not _same_rates(expected, rates):
             if not is_asked and _scaled(expected, rates, base, other):
                 unknown = unknown or "the learning rate grows with the number of ranks"
+            elif not is_asked and _stretched(base, other):
+                unknown = unknown or "the script counts its schedule's steps by a batch that did not grow"
             elif is_asked or not unknown:
                 return Verdict(
                     f"{at} uses other learning rates: {rates} instead of {expected}", RATES, event, True, numbers=False
@@ -267,6 +271,15 @@ def _scaled(ours: Sequence[float], theirs: Sequence[float], base: Trace, other: 
     """Whether rates grow with the number of ranks, or its root: the rules for batches that grow with it, too."""
     ratio = base.world_size / other.world_size
     return any(_same_rates(ours, [rate * rule for rate in theirs]) for rule in (ratio, math.sqrt(ratio)))
+
+
+def _stretched(base: Trace, other: Trace) -> bool:
+    """Whether the schedule of the other run is as many times as long as the ranks are more, up to rounding."""
+    ratio = base.world_size / other.world_size
+    ours, theirs = ([step.before.rates for step in trace.ranks[0].steps] for trace in (base, other))
+    pairs = [(mine, theirs[round(at * ratio)]) for at, mine in enumerate(ours[: int(len(theirs) / ratio)])]
+    close = functools.partial(math.isclose, rel_tol=SAME_SCHEDULE)
+    return len(pairs) > 1 and all(len(a) == len(b) and all(map(close, a, b)) for a, b in pairs)
 
 
 def _distance(mine: Sequence[Step], yours: Sequence[Step], base: Trace) -> tuple[float, str, float, float]:
