@@ -27,16 +27,15 @@ from dataloading.loader.stock_loader import worker_numbers
 
 LEAST_GAIN = 1.05
 HOPELESS = 1.5  # times as slow as the best in its first turn: no further turns
+MANY_WORKERS = 16  # for late samples that cannot be fetched in threads
 LATE = 0.5  # share of a sample's time in which no core worked on it: it is late, and threads may help
 SEARCH_ROUNDS, CONFIRM_ROUNDS = 3, 5
 TURN_S = 0.3, 2.0  # the shortest and longest of a turn's steady part
-MOST_WORKERS = 16  # beyond the cores, for storage that answers late
 DEFAULTS: Setting = {
     "prefetch_factor": 2,
     "persistent_workers": False,
     "in_order": True,
 }  # of arguments that need workers
-WITHOUT_WORKERS = ("num_workers", "fetch_threads", "whole_batches")  # arguments that also work without workers
 PHASES = 3  # the numbers of workers, the other arguments, the comparison
 SAME = "the present setting, again"
 ON_EACH_WORKER = "each worker iterates over the whole data set, unless it asks get_worker_info()"
@@ -68,8 +67,7 @@ class Tried:
     :param steps: of an epoch; math.inf if that is not known
     :param best: the turns of the best setting, and ``started``: that in which its workers were started
     :param warm_up_s: seconds that the script's first steps took longer than others
-    :param notes: what could not be tried, and why; what to know of a gain
-    :param busy: how much other programs used the cores; None if they did not
+    :param notes: what could not be tried, and why; what to know of a gain; how much other programs used the cores
     """
 
     place: str
@@ -80,7 +78,6 @@ class Tried:
     started: Turn | None = None
     warm_up_s: float = 0.0
     notes: list[str] = field(default_factory=list)
-    busy: str | None = None
 
     @property
     def lines(self) -> list[str]:
@@ -88,7 +85,7 @@ class Tried:
         lines = [f"{self.place}: {gain}" for gain in self.gains]
         if self.now and not lines:
             lines = [f"{self.place}: no setting that was tried helps: {self.now:.1f} batches/s"]
-        return [*lines, *self.notes, *([self.busy] if self.busy else [])]
+        return lines + self.notes
 
 
 def in_words(setting: Setting) -> str:
@@ -126,25 +123,22 @@ class Search:
         tried, others = self._tried, OtherWork()
         now: Setting = self._facts["present"]
         with contextlib.suppress(_Stopped):
-            first = self._present_turn(now)
+            try:
+                first = self._turn(now)
+            except NoTurn as error:
+                raise self._stop(f"no setting could be tried: with the present one, {error}") from error
             tried.warm_up_s = max(0.0, sum(first.uses) - len(first.uses) * statistics.median(first.uses))
             least, most = TURN_S
             aim = min(most, max(least, self._seconds / 70))
             self._batches = max(2 * now["num_workers"], 4, min(500, round(aim / first.step_s)))
             best = self._best_number(now)
             self._confirm(now, [best, *self._others(best)])
-        tried.busy = others.doubt()
+        if doubt := others.doubt():
+            tried.notes.append(doubt)
         return tried
 
     def _begin_phase(self) -> None:
         self._ends = time.monotonic() + self._seconds / PHASES  # deadline of the current phase
-
-    def _present_turn(self, now: Setting) -> Turn:
-        """The present setting's; it also warms up."""
-        try:
-            return self._turn(now)
-        except NoTurn as error:
-            raise self._stop(f"no setting could be tried: with the present one, {error}") from error
 
     def _stop(self, note: str) -> _Stopped:
         self._tried.notes.append(note)
@@ -206,33 +200,20 @@ class Search:
         return now if now in as_fast else min(as_fast, key=lambda setting: setting["num_workers"])
 
     def _others(self, best: Setting) -> list[Setting]:
-        """Settings that differ in one thing from the best number of workers and are faster, and all of them together."""
-        candidates = [candidate for candidate in self._changes(best) if candidate != best]
-        if not candidates:
-            return []
+        """The fastest setting that differs in one thing from the best number of workers, and it with all others that are faster."""
         self._begin_phase()
-        _, *ranked = self._screen([best, *candidates])
-        helps = sorted((one for one in ranked if one[1].high * LEAST_GAIN < 1), key=lambda one: one[1].median)
-        if self._late() and not any("fetch_threads" in setting for setting, _ in helps):
-            helps += self._more_workers(best)
-        together = dict(best)
-        for setting, _ in reversed(helps):  # the best last: it decides where two contradict each other
-            together |= _difference(setting, best)
+        _, *ranked = self._screen([best, *(candidate for candidate in self._changes(best) if candidate != best)])
+        helps = [one for one in ranked if one[1].high * LEAST_GAIN < 1]
+        if not helps:
+            return []
+        fastest, _ = min(helps, key=lambda one: one[1].median)
+        together = dict(fastest)
+        for setting, _ in helps:
+            if setting["num_workers"] == fastest["num_workers"]:
+                together |= _difference(setting, best)
         if together.get("whole_batches"):
             together.pop("fetch_threads", None)
-        if not together["num_workers"]:
-            together = {name: together[name] for name in together if name in WITHOUT_WORKERS}
-        return [setting for setting, _ in helps[:1]] + ([together] if len(helps) > 1 else [])
-
-    def _more_workers(self, best: Setting) -> list[tuple[Setting, Spread]]:
-        """More workers than cores, as long as twice as many help: they wait for something else than a core."""
-        helps: list[tuple[Setting, Spread]] = []
-        while best["num_workers"] < MOST_WORKERS:
-            _, *more = self._screen([best, self._workers(best, min(MOST_WORKERS, 2 * max(1, best["num_workers"])))])
-            if not more or more[0][1].high * LEAST_GAIN > 1:
-                break
-            helps, best = more, more[0][0]
-        return helps
+        return [fastest, together]
 
     def _changes(self, best: Setting) -> Iterator[Setting]:
         facts = self._facts
@@ -244,8 +225,8 @@ class Search:
                 yield {**best, "one_thread": True}
         else:  # workers may have lost by their starts alone
             yield {**self._workers(best, usable_cores()), "persistent_workers": True}
-        if facts["threads"] and self._late():
-            yield {**best, "fetch_threads": FETCH_THREADS}
+        if self._late():
+            yield {**best, "fetch_threads": FETCH_THREADS} if facts["threads"] else self._workers(best, MANY_WORKERS)
         if facts["whole_batches"]:
             yield {**best, "whole_batches": True}
             yield {**self._workers(best, 0), "whole_batches": True}

@@ -100,9 +100,9 @@ def test_late_samples_are_fetched_in_threads_or_by_more_workers(monkeypatch: pyt
 
     assert "fetch_threads" in searched(cost, threads=True).gains[0].setting
     more = searched(cost, threads=False).gains[0].setting
-    assert more["num_workers"] == search.MOST_WORKERS
+    assert more["num_workers"] == search.MANY_WORKERS
     with_cores(monkeypatch, 12)
-    assert searched(cost, threads=False).gains[0].setting["num_workers"] == search.MOST_WORKERS
+    assert searched(cost, threads=False).gains[0].setting["num_workers"] == search.MANY_WORKERS
     with_cores(monkeypatch, 2)
     working = searched(lambda setting: turn(1 / max(1, setting["num_workers"])), threads=True)
     assert working.gains[0].setting == {"num_workers": 2}
