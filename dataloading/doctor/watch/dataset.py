@@ -30,7 +30,6 @@ def describe(loader: data.DataLoader[Any]) -> dict[str, Any]:
     long = [one for one in held if isinstance(one[2], (list, tuple, dict)) and len(one[2]) >= MANY]
     return {
         "dataset": type(dataset).__name__,
-        "samples": length,
         "batches": None if iterable else _length(loader),  # asked of a stream, it would warn later
         "batch_size": loader.batch_size or getattr(loader.batch_sampler, "batch_size", None),
         "workers": loader.num_workers,

@@ -43,7 +43,7 @@ class Sampler:
     def forget(self) -> None:
         """Begin anew, also in a forked process, in which there is no thread."""
         self.seconds = defaultdict[tuple[int, str, str, str], float](float)
-        self.memory: list[tuple[float, int, int]] = []
+        self.memory: list[tuple[int, int]] = []
         self.loader = -1
         self._private, self._look_at = 0, 0.0
         self._late, self._woke = 0.0, time.monotonic()
@@ -80,7 +80,7 @@ class Sampler:
             self._private = _private()
             self._look_at = began + (time.monotonic() - began) / LOOK_SHARE
         resident = int(Path("/proc/self/statm").read_text().split()[1]) * PAGE
-        self.memory.append((began, resident, self._private))
+        self.memory.append((resident, self._private))
         content = {
             "seconds": [[*place, seconds] for place, seconds in self.seconds.items()],
             "memory": self.memory,
