@@ -12,14 +12,20 @@ The first epoch takes longer by what the script's first steps take (caches, memo
 
 from __future__ import annotations
 
-import contextlib
+import json
 import math
 import statistics
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 
-from dataloading.doctor.script_run import GRACE_S, Script, ScriptRun
+from common.foreign_script.run import injected, run
+from dataloading.doctor.examine import LONGEST_S, WATCH
+from dataloading.doctor.hangs import Patience
+from dataloading.doctor.measured import read
+from dataloading.doctor.script_run import PATIENCE_S, Script
 from dataloading.doctor.search import Tried, in_words
-from dataloading.doctor.watch.turn import ScriptEnded
+from dataloading.doctor.watch.events import DIRECTORY_VARIABLE
 
 CHECKED_EPOCHS = 2
 
@@ -39,29 +45,36 @@ def predicted_epoch(tried: Tried, steps: int, first: bool) -> float:
 def check_best(
     script: Script, tried: Tried, seconds: float, tell: Callable[[str], object] = print
 ) -> list[tuple[int, float, float]]:
-    """Predict the script's epochs with the best setting, and then run it with this setting put in from outside.
+    """Predict the script's epochs with the best setting, and then run it under watch with this setting put in from outside.
 
     :param tried: with at least one gain
-    :param seconds: of an epoch that are measured; of a longer one, its beginning is
+    :param seconds: of the run from its first batch; of an epoch that is longer, its beginning is measured
     :param tell: gets the prediction before the run begins, and then what was measured
     :returns: for each epoch its steps, and the seconds that were predicted and measured
     """
-    setting, epochs = tried.gains[0].setting, list[tuple[int, float, float]]()
+    setting = tried.gains[0].setting
     if math.isinf(tried.steps):
         text = f"{statistics.fmean(turn.step_s for turn in tried.best):.4f} s per step"
     else:
         first, later = (predicted_epoch(tried, int(tried.steps), first=first) for first in (True, False))
         text = f"{first:.2f} s for the first epoch of {tried.steps:.0f} steps, {later:.2f} s later"
     tell(f"predicted with {in_words(setting)}: {text}")
-    with contextlib.suppress(ScriptEnded), ScriptRun(script, setting, seconds) as run:
-        while len(epochs) < CHECKED_EPOCHS:
-            epoch = run.receive(seconds + GRACE_S)
-            if epoch["steps"] < 2:  # the script has looked at a batch
-                continue
-            predicted = predicted_epoch(tried, epoch["steps"], first=not epochs)
-            epochs.append((epoch["steps"], predicted, epoch["seconds"]))
-            if not epoch["ended"]:
-                break
+    with tempfile.TemporaryDirectory() as name:
+        environment = {
+            **script.environment,
+            **injected(*script.watches, WATCH),
+            DIRECTORY_VARIABLE: name,
+            "LOADER_DOCTOR_PLACE": script.place,
+            "LOADER_DOCTOR_SETTING": json.dumps(setting),
+        }
+        patience = Patience(Path(name), seconds, PATIENCE_S)
+        run(script.command, environment, LONGEST_S, Path(name), Path(name, "output"), patience.is_over)
+        seen = [epoch for loader in read(Path(name)) if loader.line == script.place for epoch in loader.epochs()]
+    whole = [(steps, measured) for steps, measured in seen if steps > 1]  # in others, the script has looked at a batch
+    epochs = [
+        (steps, predicted_epoch(tried, steps, first=not number), measured)
+        for number, (steps, measured) in enumerate(whole[:CHECKED_EPOCHS])
+    ]
     for steps, predicted, measured in epochs:
         tell(f"measured: {measured:.2f} s for {steps} steps, predicted {predicted:.2f} s")
     if not epochs:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -88,11 +88,17 @@ class Loader:
         """Seconds in which the main process waited for it."""
         return sum(map(seconds_of, self.all(*WAITS)))
 
+    def epochs(self) -> list[tuple[int, float]]:
+        """Batches and seconds of each iteration."""
+        steps = Counter(event["iterator"] for event in self.all("batch"))
+        ends = {event["iterator"]: event["ended"] for event in self.all(*WAITS)}
+        began = {event["iterator"]: event["began"] for event in self.all("iterator")}
+        return [(steps[iterator], ends[iterator] - began[iterator]) for iterator in began]
+
     @property
     def loop_s(self) -> float:
         """Seconds of all iterations."""
-        ends = {event["iterator"]: event["ended"] for event in self.all(*WAITS)}
-        return float(sum(ends[event["iterator"]] - event["began"] for event in self.all("iterator")))
+        return sum(seconds for _, seconds in self.epochs())
 
     @property
     def share(self) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import multiprocessing
 import os
 import struct
@@ -24,10 +25,13 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from .dataset import describe
-from .events import emit, file_of, frames, is_own, line_of, made_at, replace, where
+from .events import emit, file_of, frames, is_own, line_of, lines, made_at, replace, where
 from .fetching import listen
 from .sampling import sampler
+from .settings import Setting, put_in
 
+PLACE = os.environ.get("LOADER_DOCTOR_PLACE")  # file:line of a loader that gets another setting
+SETTING: Setting = json.loads(os.environ.get("LOADER_DOCTOR_SETTING", "{}"))
 LOOKS = 2  # batches of an iteration that are looked at closely
 ELEMENTS, BYTE_VALUES = 4096, 3 * 256  # of an image: looked at, and at most if its floats were bytes in three channels
 numbers = weakref.WeakKeyDictionary[Any, int]()  # of the loaders that have been iterated over
@@ -56,8 +60,13 @@ def _take(*names: str) -> dict[str, float]:
 @replace(data.DataLoader, "__init__")
 def make(original: Any, self: Any, dataset: Any, *args: Any, **kwargs: Any) -> None:
     """A library that makes a loader of its own, of the data set of one of the script's, is not its author."""
-    self._doctor_line = made_at(self, dataset, sys._getframe(2))  # frame 1 is the function in the constructor's place
+    maker = sys._getframe(2)  # frame 1 is the function in the constructor's place
+    line = self._doctor_line = made_at(self, dataset, maker)
     original(self, dataset, *args, **kwargs)
+    # A library's loader has got its settings from the script's.
+    if line == PLACE and (is_own(maker.f_code.co_filename) or id(dataset) not in lines):
+        put_in(self, SETTING)
+        lines[id(self.dataset)] = line
 
 
 @replace(data.DataLoader, "__iter__")
