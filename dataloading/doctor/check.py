@@ -19,13 +19,11 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from common.foreign_script.run import injected, run
-from dataloading.doctor.examine import LONGEST_S, WATCH
+from dataloading.doctor.examine import run_watched
 from dataloading.doctor.hangs import Patience
 from dataloading.doctor.measured import read
 from dataloading.doctor.script_run import PATIENCE_S, Script
 from dataloading.doctor.search import Tried, in_words
-from dataloading.doctor.watch.events import DIRECTORY_VARIABLE
 
 CHECKED_EPOCHS = 2
 
@@ -60,15 +58,9 @@ def check_best(
         text = f"{first:.2f} s for the first epoch of {tried.steps:.0f} steps, {later:.2f} s later"
     tell(f"predicted with {in_words(setting)}: {text}")
     with tempfile.TemporaryDirectory() as name:
-        environment = {
-            **script.environment,
-            **injected(*script.watches, WATCH),
-            DIRECTORY_VARIABLE: name,
-            "LOADER_DOCTOR_PLACE": script.place,
-            "LOADER_DOCTOR_SETTING": json.dumps(setting),
-        }
+        put_in = {"LOADER_DOCTOR_PLACE": script.place, "LOADER_DOCTOR_SETTING": json.dumps(setting)}
         patience = Patience(Path(name), seconds, PATIENCE_S)
-        run(script.command, environment, LONGEST_S, Path(name), Path(name, "output"), patience.is_over)
+        run_watched(script.command, {**script.environment, **put_in}, script.watches, patience)
         seen = [epoch for loader in read(Path(name)) if loader.line == script.place for epoch in loader.epochs()]
     whole = [(steps, measured) for steps, measured in seen if steps > 1]  # in others, the script has looked at a batch
     epochs = [

@@ -119,14 +119,13 @@ class Loader:
 
     def per_batch(self) -> dict[str, float]:
         """Mean seconds that a batch takes in each stage: the first three in a worker."""
-        fetches, batches = self.of_workers("fetch"), self.all("batch")
+        fetches = self.of_workers("fetch")
         collate = mean(event["collate"] for event in fetches)
         return {
             "__getitem__": mean(map(seconds_of, fetches)) - collate,
             "collate": collate,
             "IPC out": mean(event["seconds"] for event in self.of_workers("sent")),
-            "IPC in": mean(event["received"] for event in batches),
-            "pinning": mean(event["pinned"] for event in batches),
+            "IPC in": mean(event["received"] for event in self.all("batch")),
         }
 
     def bytes_per_batch(self, name: str = "bytes") -> float:

@@ -27,10 +27,8 @@ def report(loader: Loader, causes: list[Cause], trains: bool = True) -> Iterator
             facts["method"],
         ]
     yield f"{short(loader.line) or 'a loader'}: DataLoader({facts['dataset']}, {', '.join(settings)})"
-    count = len(loader.all("iterator"))
-    epochs = f"{count} iterations" if count > 1 else "one iteration"
-    endless = " of a data set that does not tell its length" if facts["batches"] is None else f" of {facts['batches']}"
-    yield f"  seen: {batches} batches in {loader.loop_s:.1f} s, in {epochs}{endless}"
+    epochs, length = len(loader.all("iterator")), facts["batches"] or "a data set that does not tell its length"
+    yield f"  seen: {batches} batches in {loader.loop_s:.1f} s; iterations: {epochs}, of {length}"
     if not batches:
         yield "  it gave no batch"
         return

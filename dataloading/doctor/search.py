@@ -91,7 +91,6 @@ class Tried:
 def in_words(setting: Setting) -> str:
     """A setting as it is written into the call of ``DataLoader``."""
     special = {
-        "one_thread": "at the end of worker_init_fn: torch.set_num_threads(1), and cv2.setNumThreads(0) if it uses OpenCV",
         "fetch_threads": f"threads: ThreadedFetch(dataset, {setting.get('fetch_threads')}) of dataloading/dataset/batches.py",
         "whole_batches": "whole batches: sampler=BatchSampler(sampler, batch_size, drop_last), batch_size=None",
     }
@@ -167,18 +166,14 @@ class Search:
     def _first_turns(self, settings: Iterable[Setting], present: Setting) -> dict[str, float]:
         """Seconds of an epoch by a first turn of each setting. One that fails is left out, and so are those for which no time is left."""
         firsts: dict[str, float] = {}
-        late: list[str] = []
         for setting in settings:
             words = in_words(_difference(setting, present)) or "the present setting"
-            if firsts and time.monotonic() > self._ends:
-                late.append(words)
-                continue
             try:
+                if firsts and time.monotonic() > self._ends:
+                    raise NoTurn("no time was left")
                 firsts[str(setting)] = self._turn(setting).epoch_s(self._steps)
             except NoTurn as error:
                 self._tried.notes.append(f"not tried: {words}: {error}")
-        if late:
-            self._tried.notes.append(f"not tried, since no time was left: {'; '.join(late)}")
         return firsts
 
     def _interleave(self, named: Mapping[str, Setting], rounds: int) -> dict[str, list[float]]:
@@ -221,8 +216,6 @@ class Search:
             yield {**best, "persistent_workers": True}
             yield {**best, "prefetch_factor": 2 * best["prefetch_factor"]}
             yield {**best, "in_order": False}
-            if facts["one_thread"]:
-                yield {**best, "one_thread": True}
         else:  # workers may have lost by their starts alone
             yield {**self._workers(best, usable_cores()), "persistent_workers": True}
         if self._late():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import multiprocessing
@@ -12,7 +11,6 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator
 from multiprocessing import reduction
 from typing import Any
 
@@ -37,23 +35,13 @@ ELEMENTS, BYTE_VALUES = 4096, 3 * 256  # of an image: looked at, and at most if 
 numbers = weakref.WeakKeyDictionary[Any, int]()  # of the loaders that have been iterated over
 _loaders, _iterations = itertools.count(), itertools.count()
 # Seconds and bytes since they were cleared, of all threads: the one that pins memory receives the batches, too.
-_totals = dict.fromkeys(("received", "pinned", "pickled_bytes"), 0.0)
+_totals = dict.fromkeys(("received", "pickled_bytes"), 0.0)
 _starting = -1  # the loader that starts its workers
 _first: list[float] = []  # the moment of the first batch
 
 
-@contextlib.contextmanager
-def _timed(name: str) -> Iterator[None]:
-    began = time.monotonic()
-    try:
-        yield
-    finally:
-        _totals[name] += time.monotonic() - began
-
-
-def _take(*names: str) -> dict[str, float]:
-    taken = {name: _totals[name] for name in names}
-    _totals.update(dict.fromkeys(names, 0.0))
+def _take(name: str) -> float:
+    taken, _totals[name] = _totals[name], 0.0
     return taken
 
 
@@ -96,7 +84,7 @@ def iterate(original: Any, self: Any) -> Any:
         ended=time.monotonic(),
         reused=before is iterator,
         workers=[process.pid for process in getattr(iterator, "_workers", ())],
-        **_take("pickled_bytes"),
+        pickled_bytes=_take("pickled_bytes"),
     )
     sampler.start()
     return iterator
@@ -124,7 +112,7 @@ def next_batch(original: Any, self: Any) -> Any:
         iterator=iteration,
         began=began,
         ended=now,
-        **_take("received", "pinned"),
+        received=_take("received"),
         **close,
     )
     if not _first:
@@ -159,8 +147,10 @@ def _are_bytes(tensor: Tensor) -> bool:
 
 @replace(reduction.ForkingPickler, "loads")
 def receive(original: Any, sent: Any, *args: Any, **kwargs: Any) -> Any:
-    with _timed("received"):
-        return original(sent, *args, **kwargs)
+    began = time.monotonic()
+    received = original(sent, *args, **kwargs)
+    _totals["received"] += time.monotonic() - began
+    return received
 
 
 @replace(reduction, "dump")
@@ -168,12 +158,6 @@ def pickle_worker(original: Any, process: Any, file: Any, *args: Any) -> None:
     """A worker that is not forked gets its data set pickled."""
     original(process, file, *args)
     _totals["pickled_bytes"] += file.tell()
-
-
-@replace(Tensor, "pin_memory")
-def pin(original: Any, *args: Any, **kwargs: Any) -> Any:
-    with _timed("pinned"):
-        return original(*args, **kwargs)
 
 
 def _before_fork() -> None:

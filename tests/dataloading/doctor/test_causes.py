@@ -38,7 +38,7 @@ def loader(script: str, *, wait: float = 0.08, use: float = 0.02, **facts: Any) 
     settings |= {"handles": [], "lists": [], "tensors": [], **facts}
     start = event("iterator", 0.0, 0.0, iterator=0, reused=False, workers=[1, 2], pickled_bytes=0)
     begins = [number * (wait + use) for number in range(40)]
-    batches = [event("batch", begin, begin + wait, iterator=0, received=0.0, pinned=0.0) for begin in begins]
+    batches = [event("batch", begin, begin + wait, iterator=0, received=0.0) for begin in begins]
     hot = [("getitem", f"{script}:7", "PIL.decode", 6.0), ("getitem", f"{script}:8", "", 1.0)]
     return Loader(settings, [Process(0, [start, *batches], {"seconds": []})], [worker(slot, hot) for slot in (0, 1)])
 
