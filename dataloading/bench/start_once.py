@@ -51,7 +51,6 @@ class Annotated(ImageBatches):
 EXTRAS: dict[str, Callable[[], Any]] = {
     NOTHING: lambda: None,
     "a lambda": lambda: lambda: None,
-    "an object of a class made in a function": lambda: type("Local", (), {})(),
     "a lock": threading.Lock,
 }
 

@@ -24,11 +24,6 @@ BUSY = 0.7  # of a worker's time
 FLOATS = r"ToTensor\(|to_tensor\(|convert_image_dtype\(|ToDtype\(|\.float\(\)|/ ?255|\.div_?\(255"
 SETS_THREADS = r"set_num_threads\(|setNumThreads\("
 KEEPS = r"self\.\w+\[[^]]+\] *=[^=]|self\.\w+\.(append|add|update|setdefault|extend)\(|lru_cache|@(functools\.)?cache\b"
-# Causes that say where the time goes; without one of them, it is the hottest line.
-EXPLAIN_TIME = {
-    *("slow-samples", "workers-restarted", "too-many-threads", "floats-for-bytes", "dataset-pickled"),
-    *("tensor-by-sample", "slow-collate", "too-few-workers"),
-}
 
 
 @dataclass(frozen=True)
@@ -50,12 +45,11 @@ def find(loader: Loader, cores: int) -> list[Cause]:
 
     :param cores: that the script may use
     """
-    found = [*_always(loader), *_starts(loader)]
+    slow = list(_starts(loader))
     if loader.steady_share >= MATTERS:
-        found += _slow(loader, cores)
-        if not EXPLAIN_TIME & {cause.name for cause in found}:
-            found += _hottest(loader)
-    return found
+        slow += _slow(loader, cores)
+        slow = slow or list(_hottest(loader))
+    return [*_always(loader), *slow]
 
 
 def _always(loader: Loader) -> Iterator[Cause]:

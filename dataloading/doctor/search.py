@@ -8,7 +8,6 @@ only what gains more than that is called a gain.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 import statistics
@@ -121,17 +120,16 @@ class Search:
     def run(self) -> Tried:
         tried, others = self._tried, OtherWork()
         now: Setting = self._facts["present"]
-        with contextlib.suppress(_Stopped):
-            try:
-                first = self._turn(now)
-            except NoTurn as error:
-                raise self._stop(f"no setting could be tried: with the present one, {error}") from error
+        try:
+            first = self._turn(now)
             tried.warm_up_s = max(0.0, sum(first.uses) - len(first.uses) * statistics.median(first.uses))
             least, most = TURN_S
             aim = min(most, max(least, self._seconds / 70))
             self._batches = max(2 * now["num_workers"], 4, min(500, round(aim / first.step_s)))
             best = self._best_number(now)
             self._confirm(now, [best, *self._others(best)])
+        except (NoTurn, ScriptEnded) as error:
+            tried.notes.append(f"{'not all settings' if self._turns else 'no setting'} could be tried: {error}")
         if doubt := others.doubt():
             tried.notes.append(doubt)
         return tried
@@ -139,16 +137,9 @@ class Search:
     def _begin_phase(self) -> None:
         self._ends = time.monotonic() + self._seconds / PHASES  # deadline of the current phase
 
-    def _stop(self, note: str) -> _Stopped:
-        self._tried.notes.append(note)
-        return _Stopped()
-
     def _turn(self, setting: Setting, name: str = "") -> Turn:
-        try:
-            workers = setting["num_workers"]
-            turn = self._take(setting, max(1, self._batches // max(1, workers)) * max(1, workers))
-        except ScriptEnded as error:
-            raise self._stop(f"not all settings were tried: {error}") from error
+        workers = max(1, setting["num_workers"])
+        turn = self._take(setting, max(1, self._batches // workers) * workers)
         self._turns.setdefault(name or str(setting), []).append(turn)
         return turn
 
@@ -157,7 +148,7 @@ class Search:
         named = {str(setting): setting for setting in settings}
         firsts = self._first_turns(settings, settings[0])
         if str(settings[0]) not in firsts:
-            raise self._stop("the present setting failed: nothing can be compared with it")
+            raise NoTurn("the present setting failed: nothing can be compared with it")
         best = min(firsts.values())
         left = [name for name in firsts if firsts[name] < HOPELESS * best or named[name] is settings[0]]
         seconds = self._interleave({name: named[name] for name in left}, SEARCH_ROUNDS)
@@ -178,10 +169,7 @@ class Search:
 
     def _interleave(self, named: Mapping[str, Setting], rounds: int) -> dict[str, list[float]]:
         def seconds(name: str) -> float:
-            try:
-                return self._turn(named[name], name).epoch_s(self._steps)
-            except NoTurn as error:
-                raise self._stop(f"{in_words(named[name])} failed in the middle of the comparison: {error}") from error
+            return self._turn(named[name], name).epoch_s(self._steps)
 
         variants = {name: functools.partial(seconds, name) for name in named}
         return interleave(variants, rounds, warmup=0, after_round=lambda: time.monotonic() > self._ends)
@@ -260,10 +248,6 @@ class Search:
         if self._facts["iterable"] and any(named[name]["num_workers"] > max(1, now["num_workers"]) for name in helpful):
             tried.notes.append(ON_EACH_WORKER)
         tried.best, tried.started = self._turns[best][before[best] :], self._turns[best][0]
-
-
-class _Stopped(Exception):
-    """The search has ended before its end; a note says why."""
 
 
 def _difference(setting: Setting, other: Setting) -> Setting:

@@ -23,9 +23,7 @@ def test_a_loader_that_gives_nothing_is_said_by_name(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(OtherWork, "doubt", lambda _: None)
     tried = try_loader(DataLoader(TensorDataset(torch.zeros(1)), batch_size=1), 1.0)
     assert tried.gains == []
-    assert tried.notes == [
-        "no setting could be tried: with the present one, the loader gave 1 batches, which are too few to time"
-    ]
+    assert tried.notes == ["no setting could be tried: the loader gave 1 batches, which are too few to time"]
 
 
 SCRIPT = """
