@@ -7,7 +7,7 @@ long an epoch takes that was not run to its end:
 
     epoch = start of the workers and the first batch of each + (steps - workers) x seconds of a step
 
-The first epoch takes longer by what the script's first steps take (caches, memory), and, with persistent workers, by their start.
+The first epoch takes longer by what the script's first steps take (caches, memory), and by the first start of workers.
 """
 
 from __future__ import annotations
@@ -35,8 +35,7 @@ def predicted_epoch(tried: Tried, steps: int, first: bool) -> float:
     """
     seconds = statistics.fmean(turn.epoch_s(steps) for turn in tried.best)  # a median would forget rare slow samples
     if first and tried.started:
-        fresh = tried.started.head_s - statistics.fmean(turn.head_s for turn in tried.best)
-        seconds += tried.warm_up_s + (0.0 if tried.best[0].fresh else fresh)
+        seconds += tried.warm_up_s + tried.started.head_s - statistics.fmean(turn.head_s for turn in tried.best)
     return seconds
 
 

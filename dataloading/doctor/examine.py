@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -45,12 +44,10 @@ class DoctorConfig:
 class Examined:
     """The result of a run.
 
-    :param config: its settings, with the start that the script needs
     :param failed: why the run could not be examined whole; empty if it could
     :param hangs: whether a loader gave no batch any more
     """
 
-    config: DoctorConfig
     loaders: list[Loader]
     causes: dict[str, list[Cause]]
     failed: str
@@ -65,9 +62,6 @@ def examine(config: DoctorConfig, script: Sequence[str], say: Callable[[str], ob
     with tempfile.TemporaryDirectory(prefix="loader-doctor-") as name:
         patience = Patience(Path(name), config.seconds, config.timeout)
         outcome = run_watched(*launch(config, script), patience)
-        if config.start == "auto" and start.misses_torchrun(outcome, patience.directory):
-            config = dataclasses.replace(config, start="torchrun")
-            outcome = run_watched(*launch(config, script), patience)
         loaders = read(Path(name))
     causes = {loader.line: find(loader, usable_cores()) for loader in loaders}
     for loader in loaders:
@@ -79,7 +73,7 @@ def examine(config: DoctorConfig, script: Sequence[str], say: Callable[[str], ob
     failed = why_failed(outcome) if outcome.status else ""
     if not (loaders or failed or patience.hangs):
         failed = "no DataLoader was iterated over: the script makes its batches in another way, or starts Python without the watch"
-    return Examined(config, loaders, causes, failed, patience.hangs)
+    return Examined(loaders, causes, failed, patience.hangs)
 
 
 def launch(config: DoctorConfig, script: Sequence[str]) -> tuple[list[str], dict[str, str], list[Path]]:

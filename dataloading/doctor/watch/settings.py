@@ -95,7 +95,7 @@ def loader_turn(
     """
     head = max(1, loader.num_workers)
     ahead = max(1, loader.num_workers * (loader.prefetch_factor or 0))
-    length, fresh = length_of(loader), loader._iterator is None
+    length = length_of(loader)
     whole = length is not None and length <= head + counted + ahead
     if persistent := _keeps_workers(loader):  # or else they would go on while other loaders take their turns
         _limit(loader, length if whole and length is not None else head + counted + ahead)
@@ -106,7 +106,6 @@ def loader_turn(
         head,
         counted,
         rest=whole or persistent,
-        fresh=fresh,
         patience_s=patience_s,
         interrupted=interrupted,
     )
