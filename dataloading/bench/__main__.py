@@ -21,12 +21,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from common.benchmarking.figures import plot_sweep
 from common.benchmarking.other_work import OtherWork
 from common.benchmarking.timing import Spread
-from common.benchmarking.turns import Rounds, run_benchmark, write_report
+from common.benchmarking.turns import Rounds, run_benchmark, table, write_report
 from common.command_line.cli import command, flag_of, option
 from common.data import DECODERS
 from common.data.loaders import loader_errors
@@ -137,14 +135,12 @@ class LoadingVerdict:
     :param explained: the setting of the stage costs: the best one with workers, if any, since those need an explanation
         where the main process alone is faster
     :param stage_costs: seconds per image of each stage
-    :param tried: that setting, measured again, and its changes in turns with it
     :param lines: the verdict in words
     """
 
     recommended: Setting | None
     explained: Setting
     stage_costs: dict[str, float]
-    tried: list[LoadingMeasurement]
     lines: list[str]
 
 
@@ -169,14 +165,11 @@ def judge(
             "but in training, the main process loads only while it does not train; with workers, the best is "
             f"{with_workers.setting.label(axes)}, {with_workers.images_per_s:,.0f} images/s"
         )
-    tried = []
-    if not (doubt := others.doubt()):
-        tried = measure_all([with_workers.setting, *changes(with_workers.setting, usable_cores())])
-        lines += explain(tried[0], tried[1:], len(dataset))
-        doubt = others.doubt()
-    if doubt:
-        return LoadingVerdict(None, with_workers.setting, costs, tried, [f"no verdict: {doubt}"])
-    return LoadingVerdict(chosen.setting, with_workers.setting, costs, tried, lines)
+    now, *tried = measure_all([with_workers.setting, *changes(with_workers.setting, usable_cores())])
+    if doubt := others.doubt():
+        return LoadingVerdict(None, with_workers.setting, costs, [f"no verdict: {doubt}"])
+    lines += explain(now, tried, len(dataset))
+    return LoadingVerdict(chosen.setting, with_workers.setting, costs, lines)
 
 
 def report(config: LoadingBenchConfig, measured: Any) -> str:
@@ -199,13 +192,16 @@ def report(config: LoadingBenchConfig, measured: Any) -> str:
     title = f"{source}, {config.repeats} runs of {config.batches} batches each"
     x_title, x_values, curves = _curves(sweep, axes)
     plot_sweep(config.output / "sweep.png", x_title, x_values, {"": curves}, title=title)
-    lines = _table(sweep, axes, config)
+    names = [measured.setting.label(axes) for measured in sweep]
+    columns = {
+        "first batch, s": [f"{statistics.median(measured.first_batch):.3f}" for measured in sweep],
+        f"{config.batches} more batches, s [quartiles]": [f"{Spread.of(measured.steady):.3f}" for measured in sweep],
+        "images/s": [f"{measured.images_per_s:,.0f}" for measured in sweep],
+    }
+    lines = table({title: dict(zip(names, cells, strict=True)) for title, cells in columns.items()})
     if verdict:
         lines += ["", f"an image costs one worker, with {verdict.explained.label(axes)}:"]
         lines += [*_stage_table(verdict.stage_costs), "", *verdict.lines]
-    if torch.cuda.is_available():
-        lines.append("(every batch was copied to the GPU, which the stages of an image do not show)")
-    lines.append("(files read before come from the page cache; a cold folder, or one larger than memory, takes longer)")
     return write_report(config, "sweep", content, ["sweep"], lines)
 
 
@@ -226,19 +222,6 @@ def _curves(
             measured.images / seconds for seconds in measured.steady
         ]
     return x_axis.replace("_", " "), values, curves
-
-
-def _table(sweep: list[LoadingMeasurement], axes: list[str], config: LoadingBenchConfig) -> list[str]:
-    width = max(len(measured.setting.label(axes)) for measured in sweep)
-    heading = f"{'':>{width}}   first batch   {config.batches:5} more batches [quartiles]   images/s"
-    return [
-        heading,
-        *(
-            f"{measured.setting.label(axes):>{width}}   {statistics.median(measured.first_batch):9.3f} s   "
-            f"{Spread.of(measured.steady):9.3f} s   {measured.images_per_s:9,.0f}"
-            for measured in sweep
-        ),
-    ]
 
 
 def _stage_table(costs: dict[str, float]) -> list[str]:

@@ -23,8 +23,7 @@ from dataloading.dataset.image_files import ImageFiles
 from dataloading.dataset.sampler import SampleKey
 from dataloading.loader.stock_loader import stock_loader
 
-SAMPLES = 256
-SLOW_SAMPLES = 64
+SAMPLES = 128
 SENT_BATCHES = 60
 
 
@@ -52,7 +51,7 @@ def measure_stages(dataset: ImageFiles, setting: Setting) -> dict[str, float]:
     :returns: seconds per image of each stage that the setting has, in their order
     """
     rng = np.random.default_rng(0)
-    batches = max(1, (SLOW_SAMPLES if setting.latency_ms else SAMPLES) // setting.batch_size)  # only full batches
+    batches = max(1, SAMPLES // setting.batch_size)  # only full batches
     samples = rng.permutation(len(dataset))[: batches * setting.batch_size]
     # ImageBatches decodes a file for the shape, before the stages are timed.
     whole = None if setting.loader == "stock" else ImageBatches(dataset)

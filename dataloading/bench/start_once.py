@@ -16,7 +16,6 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import torch
 
 from common.data.datasets import Batch, BatchKey
 from dataloading.dataset.batches import ImageBatches
@@ -43,8 +42,6 @@ class Annotated(ImageBatches):
         self.extra = extra
 
     def assemble(self, key: BatchKey, buffer: Pixels) -> Batch:
-        if self.extra == "cuda":
-            torch.zeros(1, device="cuda")
         for sample in key.samples.tolist():
             self.annotations[sample :: len(self)]
         return super().assemble(key, buffer)
@@ -54,9 +51,7 @@ class Annotated(ImageBatches):
 EXTRAS: dict[str, Callable[[], Any]] = {
     NOTHING: lambda: None,
     "a lambda": lambda: lambda: None,
-    "an object of a class made in a function": lambda: type("Local", (), {})(),
     "a lock": threading.Lock,
-    "CUDA, in use before": lambda: torch.zeros(1, device="cuda") is not None and "cuda",
 }
 
 
@@ -79,12 +74,11 @@ def make_loader(method: str, workers: int, annotations: int, folder: str, extra:
 def start(loader: Any, workers: int) -> dict[str, float]:
     """Two epochs.
 
-    :returns: seconds from ``iter`` to the first batch of each, and a worker's memory near their end: what is its own (USS), and
-        with its part of shared pages (PSS). Threads have none
+    :returns: seconds from ``iter`` to the first batch of each, and a worker's own memory near their end (USS). Threads have none
     """
     import psutil  # not for --help
 
-    result, memory = {}, {}
+    result = {}
     for epoch in ("first epoch, s", "second epoch, s"):
         began = time.perf_counter()
         iterator = iter(loader)
@@ -94,11 +88,10 @@ def start(loader: Any, workers: int) -> dict[str, float]:
             next(iterator)
         # HACK: torch's own list of its processes. Under another name, they are taken for threads.
         infos = [psutil.Process(worker.pid).memory_full_info() for worker in getattr(iterator, "_workers", [])]
-        memory["own memory, GB"] = sum(info.uss for info in infos) / workers / 1e9
-        memory["with shared, GB"] = sum(info.pss for info in infos) / workers / 1e9
+        own_memory = sum(info.uss for info in infos) / workers / 1e9
         for _ in iterator:
             pass
-    return result | memory
+    return result | {"own memory, GB": own_memory}
 
 
 def main() -> None:

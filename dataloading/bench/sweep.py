@@ -60,19 +60,23 @@ def measure(
     :param repeats: rounds that count
     :param after_round: as in :func:`interleave`
     """
-    runs = {setting: _run(library, setting, batches) for setting in settings}
+    runs = {
+        setting: LoaderRun(
+            functools.partial(library.loader, setting),
+            setting.workers,
+            setting.prefetch_factor * setting.workers,
+            batches,
+            library.device,
+            setting.persistent_workers,
+        )
+        for setting in settings
+    }
     named = {str(number): run for number, run in enumerate(runs.values())}
     rounds = len(interleave(named, repeats, after_round=after_round)["0"])
     return [
         LoadingMeasurement(setting, batches * setting.batch_size, run.first_batch[-rounds:], run.steady[-rounds:])
         for setting, run in runs.items()
     ]
-
-
-def _run(library: Library, setting: Setting, batches: int) -> LoaderRun:
-    make_loader = functools.partial(library.loader, setting)
-    ahead, kept = setting.prefetch_factor * setting.workers, setting.persistent_workers
-    return LoaderRun(make_loader, setting.workers, ahead, batches, library.device, kept)
 
 
 class LoaderRun:

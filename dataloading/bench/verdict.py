@@ -20,20 +20,14 @@ BATCH_SIZE = 32  # in a smaller one, the fixed cost of each batch may be the lim
 def recommend(sweep: list[LoadingMeasurement]) -> LoadingMeasurement:
     """The cheapest of those that are as fast as the best, by its median, within noise.
 
-    Cheapest means: fewest workers, then fewest fetch threads, then the fewest prefetched images.
+    Cheapest means: fewest workers, then fewest fetch threads.
 
     :param sweep: settings that were measured in the same rounds
     """
     best = max(sweep, key=lambda measured: measured.images_per_s)
     ratios = [(measured, paired_ratio(measured.per_image, best.per_image)) for measured in sweep]
-    return min((one for one, ratio in ratios if ratio.median <= 1 + NOISE or ratio.low <= 1), key=cost)
-
-
-def cost(measured: LoadingMeasurement) -> tuple[float, ...]:
-    """The order of settings by what they take of a machine, see :func:`recommend`."""
-    setting = measured.setting
-    memory = setting.batch_size * setting.prefetch_factor * max(1, setting.workers)
-    return setting.workers, setting.fetch_threads, memory, -measured.images_per_s
+    as_fast = [one for one, ratio in ratios if ratio.median <= 1 + NOISE or ratio.low <= 1]
+    return min(as_fast, key=lambda one: (one.setting.workers, one.setting.fetch_threads, -one.images_per_s))
 
 
 def changes(setting: Setting, cores: int) -> list[Setting]:

@@ -34,7 +34,7 @@ def main() -> None:
     if examined.failed:
         raise UsageError(examined.failed)
     if not examined.hangs and config.trials:
-        advise(examined.config, script, examined)
+        advise(config, script, examined)
     if examined.hangs or any(examined.causes.values()):
         sys.exit(1)
     print("nothing wrong was found")

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from dataloading.doctor.measured import LOADING, Loader, Process, mean, seconds_of
+from dataloading.doctor.measured import LOADING, PRIVATE, RESIDENT, Loader, Process, mean, seconds_of
 from dataloading.doctor.source import first_line, line_of_attribute
 
 MATTERS = 0.1  # share of the loop that is waited for the loader
@@ -22,12 +22,8 @@ GROWS, GOES_ON, COPIES = 50e6, 10e6, 20e6  # bytes
 LOOKS = 4  # at a worker's memory, to tell whether it goes on to grow
 BUSY = 0.7  # of a worker's time
 FLOATS = r"ToTensor\(|to_tensor\(|convert_image_dtype\(|ToDtype\(|\.float\(\)|/ ?255|\.div_?\(255"
+SETS_THREADS = r"set_num_threads\(|setNumThreads\("
 KEEPS = r"self\.\w+\[[^]]+\] *=[^=]|self\.\w+\.(append|add|update|setdefault|extend)\(|lru_cache|@(functools\.)?cache\b"
-# Causes that say where the time goes; without one of them, it is the hottest line.
-EXPLAIN_TIME = {
-    *("slow-samples", "workers-restarted", "too-many-threads", "floats-for-bytes", "dataset-pickled"),
-    *("tensor-by-sample", "slow-collate", "too-few-workers"),
-}
 
 
 @dataclass(frozen=True)
@@ -49,12 +45,11 @@ def find(loader: Loader, cores: int) -> list[Cause]:
 
     :param cores: that the script may use
     """
-    found = [*_always(loader), *_starts(loader)]
+    slow = list(_starts(loader))
     if loader.steady_share >= MATTERS:
-        found += _slow(loader, cores)
-        if not EXPLAIN_TIME & {cause.name for cause in found}:
-            found += _hottest(loader)
-    return found
+        slow += _slow(loader, cores)
+        slow = slow or list(_hottest(loader))
+    return [*_always(loader), *slow]
 
 
 def _always(loader: Loader) -> Iterator[Cause]:
@@ -69,31 +64,31 @@ def _always(loader: Loader) -> Iterator[Cause]:
                 f"{owner or 'the module'}.{name} ({kind}) was opened before {count} workers were forked, and they share its position "
                 "and locks: open it in __getitem__, when a worker needs it first",
             )
-    copied = max(workers, key=lambda worker: worker.growth(2), default=None)
-    if copied and copied.growth(2) >= COPIES and copied.growth(1) < copied.growth(2) / 2:
+    copied = max(workers, key=lambda worker: worker.growth(PRIVATE), default=None)
+    if copied and copied.growth(PRIVATE) >= COPIES and copied.growth(RESIDENT) < copied.growth(PRIVATE) / 2:
         for file, owner, name, kind in facts["lists"][:1]:
             yield Cause(
                 "python-list-copied",
                 line_of_attribute(file, owner, name) or loader.line,
-                f"each worker has copied {copied.growth(2) / MEGABYTE:.0f} MB of its parent's memory, since reading an object counts a "
+                f"each worker has copied {copied.growth(PRIVATE) / MEGABYTE:.0f} MB of its parent's memory, since reading an object counts a "
                 f"reference: keep {name}, a {kind}, in numpy arrays or tensors",
             )
-    growing = max(workers, key=lambda worker: worker.growth(1), default=None)
+    growing = max(workers, key=lambda worker: worker.growth(RESIDENT), default=None)
     if growing and _grows(growing):
         yield Cause(
             "growing-workers",
             first_line(KEEPS, _files(loader)) or loader.hottest_line(*LOADING)[0] or loader.line,
-            f"a worker has grown by {growing.growth(1) / MEGABYTE:.0f} MB, and goes on: keep nothing of a sample in the data set",
+            f"a worker has grown by {growing.growth(RESIDENT) / MEGABYTE:.0f} MB, and goes on: keep nothing of a sample in the data set",
         )
 
 
 def _grows(worker: Process) -> bool:
     """Whether a worker's own memory grows all the time: in the last third of its looks it has more than ever in the first half."""
-    resident = [resident for _, resident, _ in worker.profile["memory"]]
+    resident = [look[RESIDENT] for look in worker.profile["memory"]]
     if len(resident) < LOOKS:
         return False
     later = min(resident[-len(resident) // 3 :]) - max(resident[: len(resident) // 2])
-    return min(worker.growth(1), worker.growth(2)) >= GROWS and later >= GOES_ON
+    return min(worker.growth(RESIDENT), worker.growth(PRIVATE)) >= GROWS and later >= GOES_ON
 
 
 def _files(loader: Loader) -> list[str]:
@@ -119,10 +114,9 @@ def _slow(loader: Loader, cores: int) -> Iterator[Cause]:
         )
     threads = max((worker.profile.get("busy_threads", 0) for worker in loader.workers), default=0)
     if facts["workers"] and threads and facts["workers"] * (threads + 1) > cores:
-        set_by = loader.of_workers("set_threads")
         yield Cause(
             "too-many-threads",
-            set_by[-1]["line"] if set_by else loader.line,
+            first_line(SETS_THREADS, _files(loader)) or loader.line,
             f"each of {facts['workers']} workers computes in {threads + 1} threads, on {cores} cores: in worker_init_fn, "
             "torch.set_num_threads(1) and cv2.setNumThreads(0)",
         )

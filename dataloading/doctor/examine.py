@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,12 +44,10 @@ class DoctorConfig:
 class Examined:
     """The result of a run.
 
-    :param config: its settings, with the start that the script needs
     :param failed: why the run could not be examined whole; empty if it could
     :param hangs: whether a loader gave no batch any more
     """
 
-    config: DoctorConfig
     loaders: list[Loader]
     causes: dict[str, list[Cause]]
     failed: str
@@ -64,10 +61,7 @@ def examine(config: DoctorConfig, script: Sequence[str], say: Callable[[str], ob
     """
     with tempfile.TemporaryDirectory(prefix="loader-doctor-") as name:
         patience = Patience(Path(name), config.seconds, config.timeout)
-        outcome = _run(config, script, patience)
-        if config.start == "auto" and start.misses_torchrun(outcome, patience.directory):
-            config = dataclasses.replace(config, start="torchrun")
-            outcome = _run(config, script, patience)
+        outcome = run_watched(*launch(config, script), patience)
         loaders = read(Path(name))
     causes = {loader.line: find(loader, usable_cores()) for loader in loaders}
     for loader in loaders:
@@ -79,7 +73,7 @@ def examine(config: DoctorConfig, script: Sequence[str], say: Callable[[str], ob
     failed = why_failed(outcome) if outcome.status else ""
     if not (loaders or failed or patience.hangs):
         failed = "no DataLoader was iterated over: the script makes its batches in another way, or starts Python without the watch"
-    return Examined(config, loaders, causes, failed, patience.hangs)
+    return Examined(loaders, causes, failed, patience.hangs)
 
 
 def launch(config: DoctorConfig, script: Sequence[str]) -> tuple[list[str], dict[str, str], list[Path]]:
@@ -93,7 +87,12 @@ def launch(config: DoctorConfig, script: Sequence[str]) -> tuple[list[str], dict
     return command, environment, [start.STAND_IN] if device == "stand-in" else []
 
 
-def _run(config: DoctorConfig, script: Sequence[str], patience: Patience) -> Outcome:
-    command, environment, needed = launch(config, script)
-    watched = {**injected(*needed, WATCH), DIRECTORY_VARIABLE: os.fspath(patience.directory)}
+def run_watched(
+    command: Sequence[str], environment: Mapping[str, str], watches: Sequence[Path], patience: Patience
+) -> Outcome:
+    """Run a script under watch until the patience is over.
+
+    :param watches: other packages to load in each process
+    """
+    watched = {**injected(*watches, WATCH), DIRECTORY_VARIABLE: os.fspath(patience.directory)}
     return run(command, {**environment, **watched}, LONGEST_S, patience.directory, None, patience.is_over)

@@ -57,9 +57,6 @@ def explain(loaders: list[Loader], stacks: Sequence[str], patience: Patience) ->
         text = text_of(line) if line else innermost.strip()
         yield f"  {name} (process {pid}) is at {line or 'no line of the script'}: {text}"
     for loader in loaders:
-        for worker in loader.workers:
-            if not worker.events:
-                yield f"  worker {worker.slot} has not begun"
         alive = {name: line for event in loader.all("threads") for name, line in event["alive"]}
         for name, line in alive.items():
             at = f" at {short(line)}: {text_of(line)}" if line else ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 Event = dict[str, Any]
 LOADING = ("getitem", "collate")
 WAITS = ("iterator", "batch", "end")
+RESIDENT, PRIVATE = 0, 1  # of a look at a process's memory
 
 
 class Place(NamedTuple):
@@ -51,7 +52,7 @@ class Process:
     def growth(self, kind: int) -> float:
         """Bytes by which its memory has grown.
 
-        :param kind: 1 for what is resident, 2 for what no other process shares
+        :param kind: :data:`RESIDENT`, or :data:`PRIVATE` for what no other process shares
         """
         memory = self.profile.get("memory", [])
         return float(memory[-1][kind] - memory[0][kind]) if memory else 0.0
@@ -64,13 +65,11 @@ class Loader:
     :ivar facts: see ``watch/dataset.py``
     :ivar mains: the process that iterates over it; again for each loader of the line
     :ivar workers: the same, if there are none
-    :ivar other_waits: seconds for which other loaders were waited for meanwhile
     """
 
     facts: Event
     mains: list[Process] = field(default_factory=list)
     workers: list[Process] = field(default_factory=list)
-    other_waits: float = 0.0
 
     def all(self, *kinds: str) -> list[Event]:
         """The events of the main process of these kinds."""
@@ -89,15 +88,17 @@ class Loader:
         """Seconds in which the main process waited for it."""
         return sum(map(seconds_of, self.all(*WAITS)))
 
-    def windows(self) -> list[tuple[float, float]]:
-        """From when to when each iteration lasted."""
+    def epochs(self) -> list[tuple[int, float]]:
+        """Batches and seconds of each iteration."""
+        steps = Counter(event["iterator"] for event in self.all("batch"))
         ends = {event["iterator"]: event["ended"] for event in self.all(*WAITS)}
-        return [(event["began"], ends[event["iterator"]]) for event in self.all("iterator")]
+        began = {event["iterator"]: event["began"] for event in self.all("iterator")}
+        return [(steps[iterator], ends[iterator] - began[iterator]) for iterator in began]
 
     @property
     def loop_s(self) -> float:
         """Seconds of all iterations."""
-        return sum(end - begin for begin, end in self.windows())
+        return sum(seconds for _, seconds in self.epochs())
 
     @property
     def share(self) -> float:
@@ -118,14 +119,13 @@ class Loader:
 
     def per_batch(self) -> dict[str, float]:
         """Mean seconds that a batch takes in each stage: the first three in a worker."""
-        fetches, batches = self.of_workers("fetch"), self.all("batch")
+        fetches = self.of_workers("fetch")
         collate = mean(event["collate"] for event in fetches)
         return {
             "__getitem__": mean(map(seconds_of, fetches)) - collate,
             "collate": collate,
             "IPC out": mean(event["seconds"] for event in self.of_workers("sent")),
-            "IPC in": mean(event["received"] for event in batches),
-            "pinning": mean(event["pinned"] for event in batches),
+            "IPC in": mean(event["received"] for event in self.all("batch")),
         }
 
     def bytes_per_batch(self, name: str = "bytes") -> float:
@@ -179,10 +179,6 @@ def read(directory: Path) -> list[Loader]:
             loader.workers += [_worker(slot, events.get(pid, []), profiles.get(pid)) for pid, slot in slots.items()]
             loader.workers += [] if slots else [main]
     found = [loader for loader in loaders.values() if loader.all("iterator")]
-    for loader in found:
-        waits = [event for other in found if other is not loader for event in other.all(*WAITS)]
-        windows = loader.windows()
-        loader.other_waits = sum(seconds_of(one) for one in waits if any(a <= one["began"] < b for a, b in windows))
     return sorted(found, key=lambda loader: -loader.wait_s)
 
 

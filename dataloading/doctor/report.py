@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from common.foreign_script.failure import short
 from dataloading.doctor.causes import Cause
-from dataloading.doctor.measured import LOADING, Loader, mean, seconds_of
+from dataloading.doctor.measured import LOADING, PRIVATE, Loader, mean, seconds_of
 from dataloading.doctor.source import text_of
 
 MOST_LINES, LEAST_SHARE = 6, 0.03
@@ -27,10 +27,8 @@ def report(loader: Loader, causes: list[Cause], trains: bool = True) -> Iterator
             facts["method"],
         ]
     yield f"{short(loader.line) or 'a loader'}: DataLoader({facts['dataset']}, {', '.join(settings)})"
-    count = len(loader.all("iterator"))
-    epochs = f"{count} iterations" if count > 1 else "one iteration"
-    endless = " of a data set that does not tell its length" if facts["batches"] is None else f" of {facts['batches']}"
-    yield f"  seen: {batches} batches in {loader.loop_s:.1f} s, in {epochs}{endless}"
+    epochs, length = len(loader.all("iterator")), facts["batches"] or "a data set that does not tell its length"
+    yield f"  seen: {batches} batches in {loader.loop_s:.1f} s; iterations: {epochs}, of {length}"
     if not batches:
         yield "  it gave no batch"
         return
@@ -43,7 +41,7 @@ def report(loader: Loader, causes: list[Cause], trains: bool = True) -> Iterator
 
 def _matters(loader: Loader, trains: bool) -> Iterator[str]:
     batches, costs = len(loader.all("batch")), list(loader.per_batch().values())
-    rate, use_s = batches / loader.loop_s, loader.loop_s - loader.wait_s - loader.other_waits
+    rate, use_s = batches / loader.loop_s, loader.loop_s - loader.wait_s
     if not trains:
         yield f"  {rate:.1f} batches/s"
         return
@@ -60,15 +58,14 @@ def _stages(loader: Loader) -> Iterator[str]:
     starts = loader.starts()
     if loader.facts["workers"] and starts:
         pickled = max(event["pickled_bytes"] for event in loader.all("iterator"))
-        seconds = mean(event["pickled"] for event in loader.all("iterator"))
-        text = f"; {pickled / 1e6:.1f} MB were pickled in {_ms(seconds)}" if pickled else ""
+        text = f"; {pickled / 1e6:.1f} MB were pickled" if pickled else ""
         times = f"{len(starts)} times" if len(starts) > 1 else "once"
         yield f"  from a start of workers to the first batch: {mean(starts):.2f} s, {times}{text}"
     for slot in range(loader.facts["workers"]):
         own = [worker for worker in loader.workers if worker.slot == slot and worker.all("fetch")]
         if own:
             fetches = [event for worker in own for event in worker.all("fetch")]
-            grown = max(worker.growth(2) for worker in own)
+            grown = max(worker.growth(PRIVATE) for worker in own)
             text = f", its memory grew by {grown / 1e6:.0f} MB" if grown > 10e6 else ""
             cost = mean(map(seconds_of, fetches))
             yield f"    worker {slot}: {len(fetches)} batches, {_ms(cost)} each, busy for {mean(worker.busy for worker in own):.0%}{text}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import os
 import tempfile
@@ -21,6 +20,7 @@ from dataloading.doctor.examine import LONGEST_S, WATCH
 from dataloading.doctor.watch.turn import ScriptEnded
 
 START_S = 300.0  # for a script to come to its loader
+PATIENCE_S = 30.0  # for a batch
 GRACE_S = 30.0
 
 
@@ -44,14 +44,12 @@ class ScriptRun:
     """A run of a script, from entering a block to leaving it.
 
     :ivar facts: of its loader
-    :param setting: to put in from outside; None for a rehearsal
-    :param limit_s: seconds for a batch of a rehearsal; seconds of an epoch that a check times
     """
 
     facts: dict[str, Any]
 
-    def __init__(self, script: Script, setting: Mapping[str, Any] | None, limit_s: float) -> None:
-        self._script, self._setting, self._limit_s = script, setting, limit_s
+    def __init__(self, script: Script) -> None:
+        self._script = script
         self._outcome: Outcome | None = None
         self._latest = time.monotonic() + START_S
 
@@ -64,7 +62,7 @@ class ScriptRun:
         try:
             self._script_end = self._listener.accept()
             self._latest = math.inf
-            self.facts = self.receive(START_S)
+            self.facts = self._receive(START_S)
         except BaseException:
             self.__exit__()
             raise
@@ -76,8 +74,7 @@ class ScriptRun:
             **injected(*self._script.watches, WATCH),
             "LOADER_DOCTOR_ADDRESS": self._address,
             "LOADER_DOCTOR_PLACE": self._script.place,
-            "LOADER_DOCTOR_SETTING": json.dumps(self._setting),
-            "LOADER_DOCTOR_LIMIT_S": str(self._limit_s),
+            "LOADER_DOCTOR_PATIENCE_S": str(PATIENCE_S),
         }
         self._outcome = run(self._script.command, environment, LONGEST_S, folder, folder / "output", self._is_over)
         with contextlib.suppress(OSError):
@@ -94,13 +91,9 @@ class ScriptRun:
         """
         with contextlib.suppress(OSError):  # it has ended; then nothing can be received either
             self._script_end.send((setting, batches))
-        return self.receive(10 * self._limit_s)
+        return self._receive(10 * PATIENCE_S)
 
-    def receive(self, seconds: float) -> dict[str, Any]:
-        """The next message of the script: an epoch of a check.
-
-        :raises ScriptEnded: if there is none
-        """
+    def _receive(self, seconds: float) -> dict[str, Any]:
         if not self._script_end.poll(seconds):
             raise ScriptEnded(f"the script said nothing for {seconds:.0f} s")
         try:
@@ -108,13 +101,9 @@ class ScriptRun:
             return received
         except (EOFError, ConnectionResetError):
             self._thread.join(GRACE_S)
-            status = self._outcome and self._outcome.status
-            why = (
-                why_failed(self._outcome)
-                if self._outcome and status
-                else "the script did not use the loader, or no longer"
-            )
-            raise ScriptEnded(why) from None
+            outcome = self._outcome
+            failed = why_failed(outcome) if outcome and outcome.status else ""
+            raise ScriptEnded(failed or "the script did not use the loader, or no longer") from None
 
     def __exit__(self, *_: object) -> None:
         self._latest = -math.inf

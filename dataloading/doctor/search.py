@@ -8,7 +8,6 @@ only what gains more than that is called a gain.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 import statistics
@@ -27,16 +26,15 @@ from dataloading.loader.stock_loader import worker_numbers
 
 LEAST_GAIN = 1.05
 HOPELESS = 1.5  # times as slow as the best in its first turn: no further turns
+MANY_WORKERS = 16  # for late samples that cannot be fetched in threads
 LATE = 0.5  # share of a sample's time in which no core worked on it: it is late, and threads may help
 SEARCH_ROUNDS, CONFIRM_ROUNDS = 3, 5
 TURN_S = 0.3, 2.0  # the shortest and longest of a turn's steady part
-MOST_WORKERS = 16  # beyond the cores, for storage that answers late
 DEFAULTS: Setting = {
     "prefetch_factor": 2,
     "persistent_workers": False,
     "in_order": True,
 }  # of arguments that need workers
-WITHOUT_WORKERS = ("num_workers", "fetch_threads", "whole_batches")  # arguments that also work without workers
 PHASES = 3  # the numbers of workers, the other arguments, the comparison
 SAME = "the present setting, again"
 ON_EACH_WORKER = "each worker iterates over the whole data set, unless it asks get_worker_info()"
@@ -68,8 +66,7 @@ class Tried:
     :param steps: of an epoch; math.inf if that is not known
     :param best: the turns of the best setting, and ``started``: that in which its workers were started
     :param warm_up_s: seconds that the script's first steps took longer than others
-    :param notes: what could not be tried, and why; what to know of a gain
-    :param busy: how much other programs used the cores; None if they did not
+    :param notes: what could not be tried, and why; what to know of a gain; how much other programs used the cores
     """
 
     place: str
@@ -80,7 +77,6 @@ class Tried:
     started: Turn | None = None
     warm_up_s: float = 0.0
     notes: list[str] = field(default_factory=list)
-    busy: str | None = None
 
     @property
     def lines(self) -> list[str]:
@@ -88,13 +84,12 @@ class Tried:
         lines = [f"{self.place}: {gain}" for gain in self.gains]
         if self.now and not lines:
             lines = [f"{self.place}: no setting that was tried helps: {self.now:.1f} batches/s"]
-        return [*lines, *self.notes, *([self.busy] if self.busy else [])]
+        return lines + self.notes
 
 
 def in_words(setting: Setting) -> str:
     """A setting as it is written into the call of ``DataLoader``."""
     special = {
-        "one_thread": "at the end of worker_init_fn: torch.set_num_threads(1), and cv2.setNumThreads(0) if it uses OpenCV",
         "fetch_threads": f"threads: ThreadedFetch(dataset, {setting.get('fetch_threads')}) of dataloading/dataset/batches.py",
         "whole_batches": "whole batches: sampler=BatchSampler(sampler, batch_size, drop_last), batch_size=None",
     }
@@ -125,37 +120,26 @@ class Search:
     def run(self) -> Tried:
         tried, others = self._tried, OtherWork()
         now: Setting = self._facts["present"]
-        with contextlib.suppress(_Stopped):
-            first = self._present_turn(now)
+        try:
+            first = self._turn(now)
             tried.warm_up_s = max(0.0, sum(first.uses) - len(first.uses) * statistics.median(first.uses))
             least, most = TURN_S
             aim = min(most, max(least, self._seconds / 70))
             self._batches = max(2 * now["num_workers"], 4, min(500, round(aim / first.step_s)))
             best = self._best_number(now)
             self._confirm(now, [best, *self._others(best)])
-        tried.busy = others.doubt()
+        except (NoTurn, ScriptEnded) as error:
+            tried.notes.append(f"{'not all settings' if self._turns else 'no setting'} could be tried: {error}")
+        if doubt := others.doubt():
+            tried.notes.append(doubt)
         return tried
 
     def _begin_phase(self) -> None:
         self._ends = time.monotonic() + self._seconds / PHASES  # deadline of the current phase
 
-    def _present_turn(self, now: Setting) -> Turn:
-        """The present setting's; it also warms up."""
-        try:
-            return self._turn(now)
-        except NoTurn as error:
-            raise self._stop(f"no setting could be tried: with the present one, {error}") from error
-
-    def _stop(self, note: str) -> _Stopped:
-        self._tried.notes.append(note)
-        return _Stopped()
-
     def _turn(self, setting: Setting, name: str = "") -> Turn:
-        try:
-            workers = setting["num_workers"]
-            turn = self._take(setting, max(1, self._batches // max(1, workers)) * max(1, workers))
-        except ScriptEnded as error:
-            raise self._stop(f"not all settings were tried: {error}") from error
+        workers = max(1, setting["num_workers"])
+        turn = self._take(setting, max(1, self._batches // workers) * workers)
         self._turns.setdefault(name or str(setting), []).append(turn)
         return turn
 
@@ -164,7 +148,7 @@ class Search:
         named = {str(setting): setting for setting in settings}
         firsts = self._first_turns(settings, settings[0])
         if str(settings[0]) not in firsts:
-            raise self._stop("the present setting failed: nothing can be compared with it")
+            raise NoTurn("the present setting failed: nothing can be compared with it")
         best = min(firsts.values())
         left = [name for name in firsts if firsts[name] < HOPELESS * best or named[name] is settings[0]]
         seconds = self._interleave({name: named[name] for name in left}, SEARCH_ROUNDS)
@@ -173,26 +157,19 @@ class Search:
     def _first_turns(self, settings: Iterable[Setting], present: Setting) -> dict[str, float]:
         """Seconds of an epoch by a first turn of each setting. One that fails is left out, and so are those for which no time is left."""
         firsts: dict[str, float] = {}
-        late: list[str] = []
         for setting in settings:
             words = in_words(_difference(setting, present)) or "the present setting"
-            if firsts and time.monotonic() > self._ends:
-                late.append(words)
-                continue
             try:
+                if firsts and time.monotonic() > self._ends:
+                    raise NoTurn("no time was left")
                 firsts[str(setting)] = self._turn(setting).epoch_s(self._steps)
             except NoTurn as error:
                 self._tried.notes.append(f"not tried: {words}: {error}")
-        if late:
-            self._tried.notes.append(f"not tried, since no time was left: {'; '.join(late)}")
         return firsts
 
     def _interleave(self, named: Mapping[str, Setting], rounds: int) -> dict[str, list[float]]:
         def seconds(name: str) -> float:
-            try:
-                return self._turn(named[name], name).epoch_s(self._steps)
-            except NoTurn as error:
-                raise self._stop(f"{in_words(named[name])} failed in the middle of the comparison: {error}") from error
+            return self._turn(named[name], name).epoch_s(self._steps)
 
         variants = {name: functools.partial(seconds, name) for name in named}
         return interleave(variants, rounds, warmup=0, after_round=lambda: time.monotonic() > self._ends)
@@ -206,33 +183,20 @@ class Search:
         return now if now in as_fast else min(as_fast, key=lambda setting: setting["num_workers"])
 
     def _others(self, best: Setting) -> list[Setting]:
-        """Settings that differ in one thing from the best number of workers and are faster, and all of them together."""
-        candidates = [candidate for candidate in self._changes(best) if candidate != best]
-        if not candidates:
-            return []
+        """The fastest setting that differs in one thing from the best number of workers, and it with all others that are faster."""
         self._begin_phase()
-        _, *ranked = self._screen([best, *candidates])
-        helps = sorted((one for one in ranked if one[1].high * LEAST_GAIN < 1), key=lambda one: one[1].median)
-        if self._late() and not any("fetch_threads" in setting for setting, _ in helps):
-            helps += self._more_workers(best)
-        together = dict(best)
-        for setting, _ in reversed(helps):  # the best last: it decides where two contradict each other
-            together |= _difference(setting, best)
+        _, *ranked = self._screen([best, *(candidate for candidate in self._changes(best) if candidate != best)])
+        helps = [one for one in ranked if one[1].high * LEAST_GAIN < 1]
+        if not helps:
+            return []
+        fastest, _ = min(helps, key=lambda one: one[1].median)
+        together = dict(fastest)
+        for setting, _ in helps:
+            if setting["num_workers"] == fastest["num_workers"]:
+                together |= _difference(setting, best)
         if together.get("whole_batches"):
             together.pop("fetch_threads", None)
-        if not together["num_workers"]:
-            together = {name: together[name] for name in together if name in WITHOUT_WORKERS}
-        return [setting for setting, _ in helps[:1]] + ([together] if len(helps) > 1 else [])
-
-    def _more_workers(self, best: Setting) -> list[tuple[Setting, Spread]]:
-        """More workers than cores, as long as twice as many help: they wait for something else than a core."""
-        helps: list[tuple[Setting, Spread]] = []
-        while best["num_workers"] < MOST_WORKERS:
-            _, *more = self._screen([best, self._workers(best, min(MOST_WORKERS, 2 * max(1, best["num_workers"])))])
-            if not more or more[0][1].high * LEAST_GAIN > 1:
-                break
-            helps, best = more, more[0][0]
-        return helps
+        return [fastest, together]
 
     def _changes(self, best: Setting) -> Iterator[Setting]:
         facts = self._facts
@@ -240,12 +204,10 @@ class Search:
             yield {**best, "persistent_workers": True}
             yield {**best, "prefetch_factor": 2 * best["prefetch_factor"]}
             yield {**best, "in_order": False}
-            if facts["one_thread"]:
-                yield {**best, "one_thread": True}
         else:  # workers may have lost by their starts alone
             yield {**self._workers(best, usable_cores()), "persistent_workers": True}
-        if facts["threads"] and self._late():
-            yield {**best, "fetch_threads": FETCH_THREADS}
+        if self._late():
+            yield {**best, "fetch_threads": FETCH_THREADS} if facts["threads"] else self._workers(best, MANY_WORKERS)
         if facts["whole_batches"]:
             yield {**best, "whole_batches": True}
             yield {**self._workers(best, 0), "whole_batches": True}
@@ -286,10 +248,6 @@ class Search:
         if self._facts["iterable"] and any(named[name]["num_workers"] > max(1, now["num_workers"]) for name in helpful):
             tried.notes.append(ON_EACH_WORKER)
         tried.best, tried.started = self._turns[best][before[best] :], self._turns[best][0]
-
-
-class _Stopped(Exception):
-    """The search has ended before its end; a note says why."""
 
 
 def _difference(setting: Setting, other: Setting) -> Setting:

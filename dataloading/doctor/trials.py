@@ -6,12 +6,11 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from dataloading.doctor.script_run import Script, ScriptRun
+from dataloading.doctor.script_run import PATIENCE_S, Script, ScriptRun
 from dataloading.doctor.search import Search, Tried
 from dataloading.doctor.watch.settings import Setting, Twins, facts_of
 from dataloading.doctor.watch.turn import NoTurn, ScriptEnded, Turn, alone
 
-PATIENCE_S = 30.0
 MOST_RESTARTS = 8  # of a script that ends before all was tried
 
 
@@ -47,7 +46,7 @@ class TrialRuns:
         self._script, self._restarts, self._turns = script, 0, 0
 
     def __enter__(self) -> TrialRuns:
-        self._run = ScriptRun(self._script, None, PATIENCE_S)
+        self._run = ScriptRun(self._script)
         self.facts = self._run.__enter__().facts
         return self
 

@@ -30,7 +30,6 @@ def describe(loader: data.DataLoader[Any]) -> dict[str, Any]:
     long = [one for one in held if isinstance(one[2], (list, tuple, dict)) and len(one[2]) >= MANY]
     return {
         "dataset": type(dataset).__name__,
-        "samples": length,
         "batches": None if iterable else _length(loader),  # asked of a stream, it would warn later
         "batch_size": loader.batch_size or getattr(loader.batch_sampler, "batch_size", None),
         "workers": loader.num_workers,
@@ -40,18 +39,14 @@ def describe(loader: data.DataLoader[Any]) -> dict[str, Any]:
         "in_order": loader.in_order,
         "getitem": _line_of_method(dataset),
         "collate": getattr(loader.collate_fn, "__name__", type(loader.collate_fn).__name__),
-        "handles": [(*_place(owner), name, type(value).__name__) for owner, name, value in held if _is_handle(value)],
-        "lists": [
-            (*_place(owner), name, f"{type(value).__name__} of {len(value):,}")
-            for owner, name, value in sorted(long, key=lambda one: -len(one[2]))
-        ],
-        "tensors": [
-            (*_place(owner), name, type(value).__name__)
-            for owner, name, value in held
-            if length
-            and any(_is_array(one) and len(one) >= length for one in (value if isinstance(value, tuple) else (value,)))
-        ],
+        "handles": [_entry(*one) for one in held if _is_handle(one[2])],
+        "lists": [_entry(*one) for one in sorted(long, key=lambda one: -len(one[2]))],
+        "tensors": [_entry(*one) for one in held if length and _has_array(one[2], length)],
     }
+
+
+def _entry(owner: Any, name: str, value: Any) -> tuple[str, str, str, str]:
+    return *_place(owner), name, type(value).__name__
 
 
 def _length(value: Any) -> int | None:
@@ -61,8 +56,12 @@ def _length(value: Any) -> int | None:
         return None
 
 
-def _is_array(value: Any) -> bool:
-    return isinstance(value, (torch.Tensor, np.ndarray)) and value.ndim > 0 and not isinstance(value, np.memmap)
+def _has_array(value: Any, length: int) -> bool:
+    """Whether it is an array in memory of at least so many samples, or a tuple with one."""
+    if isinstance(value, tuple):
+        return any(_has_array(one, length) for one in value)
+    in_memory = isinstance(value, (torch.Tensor, np.ndarray)) and not isinstance(value, np.memmap)
+    return in_memory and value.ndim > 0 and len(value) >= length
 
 
 def _is_handle(value: Any) -> bool:

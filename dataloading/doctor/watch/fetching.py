@@ -11,13 +11,12 @@ from collections.abc import Iterator
 from multiprocessing import reduction
 from typing import Any
 
-import torch
 from torch.utils import data
 
 # HACK: DataLoader's own parts. If torch renames one, the script ends with an ImportError or AttributeError that names it.
 from torch.utils.data._utils import fetch, worker
 
-from .events import emit, file_of, replace, where
+from .events import emit, file_of, replace
 from .sampling import sampler
 
 SLOWEST = 3  # samples of each batch that are named
@@ -114,14 +113,6 @@ def work(original: Any, *args: Any, **kwargs: Any) -> None:
         original(*args, **kwargs)
     finally:
         sampler.finish()
-
-
-@replace(torch, "set_num_threads")
-def set_threads(original: Any, number: int) -> None:
-    """The script's own call in a worker, not that of torch's loop."""
-    if data.get_worker_info() is not None and (line := where()):
-        emit("set_threads", line=line)
-    original(number)
 
 
 def listen() -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
+import json
 import multiprocessing
 import os
 import struct
@@ -11,7 +11,6 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator
 from multiprocessing import reduction
 from typing import Any
 
@@ -24,40 +23,38 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from .dataset import describe
-from .events import emit, file_of, frames, is_own, line_of, made_at, replace, where
+from .events import emit, file_of, frames, is_own, line_of, lines, made_at, replace, where
 from .fetching import listen
 from .sampling import sampler
+from .settings import Setting, put_in
 
+PLACE = os.environ.get("LOADER_DOCTOR_PLACE")  # file:line of a loader that gets another setting
+SETTING: Setting = json.loads(os.environ.get("LOADER_DOCTOR_SETTING", "{}"))
 LOOKS = 2  # batches of an iteration that are looked at closely
-ELEMENTS, BYTE_VALUES = 4096, 256
+ELEMENTS, BYTE_VALUES = 4096, 3 * 256  # of an image: looked at, and at most if its floats were bytes in three channels
 numbers = weakref.WeakKeyDictionary[Any, int]()  # of the loaders that have been iterated over
 _loaders, _iterations = itertools.count(), itertools.count()
 # Seconds and bytes since they were cleared, of all threads: the one that pins memory receives the batches, too.
-_totals = dict.fromkeys(("received", "pinned", "pickled", "pickled_bytes"), 0.0)
+_totals = dict.fromkeys(("received", "pickled_bytes"), 0.0)
 _starting = -1  # the loader that starts its workers
 _first: list[float] = []  # the moment of the first batch
 
 
-@contextlib.contextmanager
-def _timed(name: str) -> Iterator[None]:
-    began = time.monotonic()
-    try:
-        yield
-    finally:
-        _totals[name] += time.monotonic() - began
-
-
-def _take(*names: str) -> dict[str, float]:
-    taken = {name: _totals[name] for name in names}
-    _totals.update(dict.fromkeys(names, 0.0))
+def _take(name: str) -> float:
+    taken, _totals[name] = _totals[name], 0.0
     return taken
 
 
 @replace(data.DataLoader, "__init__")
 def make(original: Any, self: Any, dataset: Any, *args: Any, **kwargs: Any) -> None:
     """A library that makes a loader of its own, of the data set of one of the script's, is not its author."""
-    self._doctor_line = made_at(self, dataset, sys._getframe(2))  # frame 1 is the function in the constructor's place
+    maker = sys._getframe(2)  # frame 1 is the function in the constructor's place
+    line = self._doctor_line = made_at(self, dataset, maker)
     original(self, dataset, *args, **kwargs)
+    # A library's loader has got its settings from the script's.
+    if line == PLACE and (is_own(maker.f_code.co_filename) or id(dataset) not in lines):
+        put_in(self, SETTING)
+        lines[id(self.dataset)] = line
 
 
 @replace(data.DataLoader, "__iter__")
@@ -69,7 +66,7 @@ def iterate(original: Any, self: Any) -> Any:
         emit("loader", loader=numbers[self], line=line, **describe(self))
         listen()
     sampler.stop()
-    _take("pickled", "pickled_bytes")
+    _take("pickled_bytes")
     before = getattr(self, "_iterator", None)
     began, _starting = time.monotonic(), numbers[self] if self.num_workers else -1
     _wait_since(began)
@@ -87,7 +84,7 @@ def iterate(original: Any, self: Any) -> Any:
         ended=time.monotonic(),
         reused=before is iterator,
         workers=[process.pid for process in getattr(iterator, "_workers", ())],
-        **_take("pickled", "pickled_bytes"),
+        pickled_bytes=_take("pickled_bytes"),
     )
     sampler.start()
     return iterator
@@ -115,7 +112,7 @@ def next_batch(original: Any, self: Any) -> Any:
         iterator=iteration,
         began=began,
         ended=now,
-        **_take("received", "pinned"),
+        received=_take("received"),
         **close,
     )
     if not _first:
@@ -130,42 +127,37 @@ def _wait_since(moment: float) -> None:
 
 
 def _look(batch: Any) -> dict[str, int]:
-    """The bytes of a batch's tensors, and those of floats that take at most 256 values in each channel, as bytes do."""
+    """The bytes of a batch's tensors, and those of floats that take few values, as bytes do."""
     tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
-    sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
-    floats = [size for tensor, size in zip(tensors, sizes, strict=True) if _are_bytes(tensor)]
-    return {"bytes": sum(sizes), "floats_of_bytes": sum(floats)}
+    return {"bytes": sum(map(_size, tensors)), "floats_of_bytes": sum(map(_size, filter(_are_bytes, tensors)))}
+
+
+def _size(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
 
 
 def _are_bytes(tensor: Tensor) -> bool:
     is_plain = type(tensor) is Tensor and tensor.layout is torch.strided and tensor.device.type == "cpu"
     if not is_plain or not tensor.is_floating_point() or tensor.dim() < 3 or not len(tensor):
         return False
-    channels = tensor[0].detach().flatten(1) if tensor.dim() > 3 else tensor[:1].detach().flatten(1)
-    if channels.shape[0] > 4:  # channels last
-        channels = channels.reshape(-1, tensor.shape[-1]).T
-    few = [channel[:: max(1, len(channel) // ELEMENTS)].unique() for channel in channels]
-    return channels.shape[1] >= 2 * BYTE_VALUES and all(2 < len(values) <= BYTE_VALUES for values in few)
+    values = tensor[0].detach().flatten()
+    looked_at = values[:: max(1, len(values) // ELEMENTS)]
+    return len(looked_at) >= 2 * BYTE_VALUES and 2 < len(looked_at.unique()) <= BYTE_VALUES
 
 
 @replace(reduction.ForkingPickler, "loads")
 def receive(original: Any, sent: Any, *args: Any, **kwargs: Any) -> Any:
-    with _timed("received"):
-        return original(sent, *args, **kwargs)
+    began = time.monotonic()
+    received = original(sent, *args, **kwargs)
+    _totals["received"] += time.monotonic() - began
+    return received
 
 
 @replace(reduction, "dump")
 def pickle_worker(original: Any, process: Any, file: Any, *args: Any) -> None:
     """A worker that is not forked gets its data set pickled."""
-    with _timed("pickled"):
-        original(process, file, *args)
+    original(process, file, *args)
     _totals["pickled_bytes"] += file.tell()
-
-
-@replace(Tensor, "pin_memory")
-def pin(original: Any, *args: Any, **kwargs: Any) -> Any:
-    with _timed("pinned"):
-        return original(*args, **kwargs)
 
 
 def _before_fork() -> None:

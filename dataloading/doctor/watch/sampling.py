@@ -23,15 +23,13 @@ WRITE_S = 1.0  # between two writes
 LOOK_SHARE = 0.01  # of the time, for looks at all pages of memory
 PAGE = os.sysconf("SC_PAGE_SIZE")
 FETCH = "torch.utils.data._utils.fetch"
-# Where the main process waits for a batch, and a worker for indices.
-WAITS = {"_worker_loop", "_get_data", "_try_get_data"}
 BUSY = 0.1  # of the main thread's processor time, with which another thread counts
 
 
 class Sampler:
     """The profile of this process. A sample weighs the time since the one before, since the thread may have waited for the GIL.
 
-    :ivar seconds: by loader, phase (``getitem``, ``collate``, ``waiting`` or ``other``), line of the script, and the innermost
+    :ivar seconds: by loader, phase (``getitem`` or ``collate``), line of the script, and the innermost
         function below it
     :ivar memory: at times, the bytes that are resident, and those of them that no other process shares
     :ivar loader: the one that the main thread has asked last
@@ -43,7 +41,7 @@ class Sampler:
     def forget(self) -> None:
         """Begin anew, also in a forked process, in which there is no thread."""
         self.seconds = defaultdict[tuple[int, str, str, str], float](float)
-        self.memory: list[tuple[float, int, int]] = []
+        self.memory: list[tuple[int, int]] = []
         self.loader = -1
         self._private, self._look_at = 0, 0.0
         self._late, self._woke = 0.0, time.monotonic()
@@ -80,7 +78,7 @@ class Sampler:
             self._private = _private()
             self._look_at = began + (time.monotonic() - began) / LOOK_SHARE
         resident = int(Path("/proc/self/statm").read_text().split()[1]) * PAGE
-        self.memory.append((began, resident, self._private))
+        self.memory.append((resident, self._private))
         content = {
             "seconds": [[*place, seconds] for place, seconds in self.seconds.items()],
             "memory": self.memory,
@@ -94,30 +92,27 @@ class Sampler:
         self._woke = time.monotonic()
         while not self._stop.wait(INTERVAL_S) and watched():
             frame, now = sys._current_frames().get(main), time.monotonic()
-            if frame is not None:
-                self.seconds[(self.loader, *_place(frame))] += now - self._woke
+            if place := _place(frame):
+                self.seconds[(self.loader, *place)] += now - self._woke
             self._late, self._woke = self.late(), now
             if now - written > WRITE_S:
                 self.write()
                 written = self._woke = time.monotonic()
 
 
-def _place(innermost: FrameType) -> tuple[str, str, str]:
-    """The phase, the innermost line of the script within it, and the innermost function if that is another."""
-    own, phase, fetches = None, "other", "getitem"
+def _place(innermost: FrameType | None) -> tuple[str, str, str] | None:
+    """The phase, the innermost line of the script within it, and the innermost function if that is another; None outside."""
+    own, phase = None, "getitem"
     for frame in frames(innermost):
         code = frame.f_code
         if own is None and is_own(code.co_filename):
             own = frame
         if code.co_name == "timed_collate":
-            fetches = "collate"
-        if code.co_name == "fetch" and frame.f_globals.get("__name__") == FETCH:
-            phase = fetches
-            break
-        if code.co_name in WAITS:
-            return "waiting", "", ""
-    function = "" if innermost is own else f"{innermost.f_globals.get('__name__')}.{innermost.f_code.co_name}"
-    return phase, line_of(own), function
+            phase = "collate"
+        if innermost and code.co_name == "fetch" and frame.f_globals.get("__name__") == FETCH:
+            function = "" if innermost is own else f"{innermost.f_globals.get('__name__')}.{innermost.f_code.co_name}"
+            return phase, line_of(own), function
+    return None
 
 
 def _private() -> int:

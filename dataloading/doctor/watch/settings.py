@@ -1,16 +1,15 @@
 """A loader with other settings than those that it was made with, over the same data set, sampler and collate function.
 
-A setting is a dict: ``DataLoader``'s own arguments by their names, and three that it has not: ``fetch_threads``, the threads that
-fetch the samples of a batch; ``whole_batches``, one call of the data set with all indices of a batch; ``one_thread``, no threads of
-torch and OpenCV within a worker. (``FastLoader`` fills whole batches of image files, so it cannot take anybody's data set.) It
-imports torch alone, since it also runs in the processes of somebody's script.
+A setting is a dict: ``DataLoader``'s own arguments by their names, and two that it has not: ``fetch_threads``, the threads that
+fetch the samples of a batch; ``whole_batches``, one call of the data set with all indices of a batch. (``FastLoader`` fills whole
+batches of image files, so it cannot take anybody's data set.) It imports torch alone, since it also runs in the processes of
+somebody's script.
 """
 
 from __future__ import annotations
 
 import itertools
 import multiprocessing
-import sys
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -46,7 +45,7 @@ def start_method(loader: DataLoader[Any]) -> str:
 def put_in(loader: DataLoader[Any], setting: Setting) -> None:
     """Change a loader's settings. An iterator that it has made before keeps the old ones."""
     values = vars(loader)  # DataLoader itself refuses to have some of them changed
-    own = {"fetch_threads", "whole_batches", "one_thread"}
+    own = {"fetch_threads", "whole_batches"}
     values.update({name: value for name, value in setting.items() if name not in own})
     values["_iterator"] = None
     if not loader.num_workers:
@@ -56,8 +55,6 @@ def put_in(loader: DataLoader[Any], setting: Setting) -> None:
         values["prefetch_factor"] = 2
     if threads := setting.get("fetch_threads"):
         values["dataset"] = ThreadedFetch(loader.dataset, threads)
-    if setting.get("one_thread"):
-        values["worker_init_fn"] = OneThread(loader.worker_init_fn)
     if setting.get("whole_batches"):
         values.update(
             sampler=loader.batch_sampler,
@@ -98,7 +95,7 @@ def loader_turn(
     """
     head = max(1, loader.num_workers)
     ahead = max(1, loader.num_workers * (loader.prefetch_factor or 0))
-    length, fresh = length_of(loader), loader._iterator is None
+    length = length_of(loader)
     whole = length is not None and length <= head + counted + ahead
     if persistent := _keeps_workers(loader):  # or else they would go on while other loaders take their turns
         _limit(loader, length if whole and length is not None else head + counted + ahead)
@@ -109,7 +106,6 @@ def loader_turn(
         head,
         counted,
         rest=whole or persistent,
-        fresh=fresh,
         patience_s=patience_s,
         interrupted=interrupted,
     )
@@ -190,23 +186,6 @@ class ThreadedFetch:
             return list(pool.map(self.dataset.__getitem__, indices))
 
 
-class OneThread:
-    """A ``worker_init_fn`` after which torch and OpenCV use one thread.
-
-    :param then: the loader's own, which is called before
-    """
-
-    def __init__(self, then: Callable[[int], object] | None) -> None:
-        self._then = then
-
-    def __call__(self, worker: int) -> None:
-        if self._then:
-            self._then(worker)
-        torch.set_num_threads(1)
-        if opencv := sys.modules.get("cv2"):
-            opencv.setNumThreads(0)
-
-
 def facts_of(loader: DataLoader[Any]) -> dict[str, Any]:
     """The facts of a loader that a search needs."""
     iterable = isinstance(loader.dataset, IterableDataset)
@@ -216,7 +195,6 @@ def facts_of(loader: DataLoader[Any]) -> dict[str, Any]:
         "iterable": iterable,
         "threads": not iterable and loader.batch_sampler is not None and _one_by_one(loader.dataset),
         "whole_batches": not iterable and _gives_whole_batches(loader),
-        "one_thread": bool(loader.worker_init_fn or "cv2" in sys.modules),
     }
 
 

@@ -36,7 +36,6 @@ class Turn:
     :param counted: so many batches after the head are timed as the steady part
     :param end_s: seconds from the last batch to the end of the epoch; 0 if the turn ended before it
     :param busy_s: processor seconds of the waiting thread in ``waits``
-    :param fresh: whether the workers were started in this turn, and not in an earlier one
     """
 
     waits: list[float]
@@ -45,7 +44,6 @@ class Turn:
     counted: int
     end_s: float
     busy_s: float
-    fresh: bool
 
     @property
     def head_s(self) -> float:
@@ -79,7 +77,6 @@ def take_turn(
     counted: int,
     *,
     rest: bool,
-    fresh: bool = True,
     patience_s: float = 0.0,
     interrupted: Callable[[], bool] = lambda: False,
 ) -> Generator[Any, None, Turn]:
@@ -126,7 +123,7 @@ def take_turn(
     counted = min(counted, len(waits) - head)
     if counted < 1:
         raise NoTurn(f"the loader gave {len(waits)} batches, which are too few to time")
-    return Turn(waits, uses, head, counted, end_s, busy_s, fresh)
+    return Turn(waits, uses, head, counted, end_s, busy_s)
 
 
 def alone(turn: Generator[Any, None, Turn], use: Callable[[int, Any], object] = lambda *_: None) -> Turn:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +34,11 @@ def script(tmp_path: Path) -> str:
 def loader(script: str, *, wait: float = 0.08, use: float = 0.02, **facts: Any) -> Loader:
     """Forty batches of eight samples, from two workers; a worker takes 0.2 s for each, and rests."""
     settings = {"line": f"{script}:20", "getitem": f"{script}:6", "dataset": "Clips", "workers": 2, "method": "fork"}
-    settings |= {"prefetch": 2, "in_order": True, "samples": 320, "collate": "default_collate"}
+    settings |= {"prefetch": 2, "in_order": True, "collate": "default_collate"}
     settings |= {"handles": [], "lists": [], "tensors": [], **facts}
-    start = event("iterator", 0.0, 0.0, iterator=0, reused=False, workers=[1, 2], pickled=0.0, pickled_bytes=0)
+    start = event("iterator", 0.0, 0.0, iterator=0, reused=False, workers=[1, 2], pickled_bytes=0)
     begins = [number * (wait + use) for number in range(40)]
-    batches = [event("batch", begin, begin + wait, iterator=0, received=0.0, pinned=0.0) for begin in begins]
+    batches = [event("batch", begin, begin + wait, iterator=0, received=0.0) for begin in begins]
     hot = [("getitem", f"{script}:7", "PIL.decode", 6.0), ("getitem", f"{script}:8", "", 1.0)]
     return Loader(settings, [Process(0, [start, *batches], {"seconds": []})], [worker(slot, hot) for slot in (0, 1)])
 
@@ -60,8 +61,7 @@ def names(record: Loader, cores: int = 2) -> dict[str, int]:
 
 def memory(*megabytes: tuple[int, int]) -> dict[str, Any]:
     """A profile with what was resident and what was private at these times."""
-    looks = [(float(second), resident * MB, private * MB) for second, (resident, private) in enumerate(megabytes)]
-    return {"memory": looks}
+    return {"memory": [(resident * MB, private * MB) for resident, private in megabytes]}
 
 
 def test_the_hottest_line_is_named_if_nothing_else_explains_the_time(script: str) -> None:
@@ -120,8 +120,10 @@ def test_threads_of_workers_are_named_where_they_are_set(script: str) -> None:
     record = loader(script)
     record.workers[0].profile["busy_threads"] = 3
     assert names(record) == {"too-many-threads": 20}
-    record.workers[0].events.append(event("set_threads", 0.0, 0.0, line=f"{script}:2"))
-    assert names(record) == {"too-many-threads": 2}
+    with open(script, "a") as file:
+        file.write("torch.set_num_threads(8)\n")
+    linecache.checkcache(script)
+    assert names(record) == {"too-many-threads": 9}
     assert names(record, cores=16) == {"slow-getitem": 7}
 
 

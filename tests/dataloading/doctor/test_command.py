@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from dataloading.doctor.examine import DoctorConfig, examine
 from tests.support.launch import error_lines, run_command
 
 pytestmark = pytest.mark.examples
@@ -36,12 +35,6 @@ def hold():
 threading.Thread(target=hold, name="uploader", daemon=True).start()
 train(DataLoader(Locked(), 8, num_workers=1))
 """
-WANTS_TORCHRUN = """
-if "--spawn" in sys.argv: torch.multiprocessing.start_processes(train)
-torch.distributed.init_process_group("gloo")
-train(DataLoader(Samples(), 8))
-torch.distributed.destroy_process_group()
-"""
 
 
 def doctor(tmp_path: Path, script: str, *flags: str) -> tuple[int, str, list[str]]:
@@ -70,15 +63,6 @@ def test_an_endless_stream_is_ended(tmp_path: Path) -> None:
     status, report, _ = doctor(tmp_path, "train(DataLoader(Stream(), 4))\n", "--seconds=2")
     assert status == 0
     assert "of a data set that does not tell its length" in report and "nothing wrong was found" in report
-
-
-def test_a_script_that_could_start_its_ranks_and_then_misses_torchrun(tmp_path: Path) -> None:
-    """It is run again under torchrun, and the trials know that."""
-    script, report = tmp_path / "train.py", list[str]()
-    script.write_text(LOOP + WANTS_TORCHRUN)
-    examined = examine(DoctorConfig(device="cpu"), [str(script)], report.append)
-    assert not examined.failed and examined.config.start == "torchrun"
-    assert "DataLoader(Samples, batch_size=8" in report[0]
 
 
 def test_a_script_without_a_loader(tmp_path: Path) -> None:

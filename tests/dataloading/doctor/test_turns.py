@@ -76,8 +76,9 @@ def test_a_short_epoch_is_one_turn() -> None:
 def test_persistent_workers_go_on_after_a_turn_of_a_part() -> None:
     loader = DataLoader(TensorDataset(torch.arange(12)), num_workers=1, persistent_workers=True)
     assert len(alone(loader_turn(loader, 2)).waits) == 5  # with those that are prefetched
-    again = alone(loader_turn(loader, 100))
-    assert (len(again.waits), again.fresh) == (12, False)
+    workers = loader._iterator
+    assert len(alone(loader_turn(loader, 100)).waits) == 12
+    assert workers is not None and loader._iterator is workers
 
 
 class Endless(IterableDataset[int]):
@@ -96,8 +97,14 @@ def test_twins_keep_persistent_workers_and_name_errors() -> None:
     data: Any = list(range(100))
     twins = Twins(DataLoader(data, sampler=EndlessSampler(), batch_size=2))
     kept = {"num_workers": 1, "persistent_workers": True}
-    assert [alone(twins.turn(kept, 2)).fresh for _ in range(2)] == [True, False]
-    assert alone(Twins(DataLoader(Endless())).turn(kept, 2)).fresh
+    alone(twins.turn(kept, 2))
+    (twin,) = twins._kept.values()
+    workers = twin._iterator
+    alone(twins.turn(kept, 2))
+    assert workers is not None and twin._iterator is workers
+    stream = Twins(DataLoader(Endless()))
+    alone(stream.turn(kept, 2))
+    assert not stream._kept
     with pytest.raises(NoTurn, match="TypeError: "):
         alone(Twins(DataLoader([None], batch_size=2)).turn({"num_workers": 0}, 2))  # type: ignore[arg-type]
 

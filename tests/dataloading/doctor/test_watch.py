@@ -110,8 +110,8 @@ def test_a_class_of_a_notebook_is_in_no_file(monkeypatch: pytest.MonkeyPatch) ->
     cell: Any = type("Cell", (Noisy,), {"__module__": "__main__"})()
     cell.short, cell.long = list(range(MANY)), list(range(2 * MANY))
     facts = describe(DataLoader(Subset(cell, list(range(MANY)))))
-    assert facts["lists"][0] == ("", "Cell", "long", "list of 40,000")
-    assert ("", "Subset", "indices", "list of 20,000") in facts["lists"]
+    assert facts["lists"][0] == ("", "Cell", "long", "list")
+    assert ("", "Subset", "indices", "list") in facts["lists"]
 
 
 def test_nothing_is_left_of_a_watch(tmp_path: Path) -> None:
