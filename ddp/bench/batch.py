@@ -10,7 +10,7 @@ rules for the learning rate are compared, each at every W:
 
 W = 1 is also the case that the global batch stays as it is, on any number of ranks. Everything else is as in ``ddp.train``: SGD
 with momentum, and a cosine decay. A run here is one process, which takes W micro-steps of one rank's batch. The average of their
-gradients is that of W ranks, and BatchNorm normalizes with as many samples. The runs of all seeds go on beside each other.
+gradients is that of W ranks, and BatchNorm normalizes with as many samples.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Config:
     train_samples: int | None = option(None, "as in ddp.train", minimum=1)
     epochs: int = option(4, "of each run", minimum=1)
     ranks: tuple[int, ...] = option((1, 2, 4, 8), "values of W", minimum=1, maximum=1024)
-    seeds: tuple[int, ...] = option((0, 1), "a run of each, all at once", minimum=0)
+    seeds: tuple[int, ...] = option((0, 1), "a run of each", minimum=0)
     precision: str = option("fp32", "as in ddp.train", choices=PRECISIONS)
     output: Path = option(Path("runs/bench-batch"), "folder of the JSON and the figure")
 
@@ -93,12 +93,9 @@ def measure(config: Config) -> list[dict[str, Any]]:
     cases = [(ranks, rule) for ranks in config.ranks for rule in RULES if ranks > 1 or rule == FIRST]
     data = load_dataset(config.run(1, FIRST))
     rows = []
-    with Rounds(len(cases)) as progress, contextlib.ExitStack() as stack:
-        groups = [stack.enter_context(WorkerGroup(1, TrainingWorker, data, threads=1)) for _ in config.seeds]
+    with Rounds(len(cases)) as progress, WorkerGroup(1, TrainingWorker, data) as group:
         for ranks, rule in progress.until_stopped(cases):
-            for group, seed in zip(groups, config.seeds, strict=True):
-                group.start("run", config.run(ranks, rule, seed))
-            runs = [group.finish()[0] for group in groups]
+            runs = [group.call("run", config.run(ranks, rule, seed))[0] for seed in config.seeds]
             rows.append({"ranks": ranks, "rule": rule, "lr": config.run(ranks, rule).lr, "runs": runs})
             progress.round_done(f"{ranks} times the batch")
     return rows
