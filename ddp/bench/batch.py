@@ -27,7 +27,6 @@ from common.data.datasets import IN_MEMORY, ImageData
 from common.distributed.dist_env import DistEnv
 from common.errors import UsageError
 from common.training.evaluation import evaluate
-from common.training.precision import PRECISIONS
 from common.training.recipes import load_dataset
 from ddp.config import TrainConfig
 from ddp.rendezvous.worker_group import WorkerGroup
@@ -48,7 +47,6 @@ class Config:
     epochs: int = option(4, "of each run", minimum=1)
     ranks: tuple[int, ...] = option((1, 2, 4, 8), "values of W", minimum=1, maximum=1024)
     seeds: tuple[int, ...] = option((0, 1), "a run of each", minimum=0)
-    precision: str = option("fp32", "as in ddp.train", choices=PRECISIONS)
     output: Path = option(Path("runs/bench-batch"), "folder of the JSON and the figure")
 
     def run(self, ranks: int, rule: str, seed: int = 0) -> TrainConfig:
@@ -63,7 +61,7 @@ class Config:
             lr=LR * ranks if grows else LR,
             warmup_epochs=warmup_epochs,
             seed=seed,
-            precision=self.precision,
+            precision="bf16",
         )
 
 
