@@ -50,7 +50,8 @@ def advise(config: DoctorConfig, script: Sequence[str], examined: Examined) -> N
     for loader in examined.loaders:
         if loader.share >= MATTERS and loader.line:
             tried = try_settings(run := Script(arguments, environment, loader.line, tuple(needed)), config.trials)
-            rate = len(loader.all("batch")) / loader.loop_s
+            started_s = sum(loader.starts()) if loader.facts["workers"] else 0.0
+            rate = len(loader.all("batch")) / (loader.loop_s - started_s)
             if tried.now > UNLIKE * rate:
                 print(
                     f"these turns settle nothing: they gave {tried.now:.1f} batches/s where the script's loop had {rate:.1f}, so "

@@ -69,5 +69,5 @@ def check_best(
     for steps, predicted, measured in epochs:
         tell(f"measured: {measured:.2f} s for {steps} steps, predicted {predicted:.2f} s")
     if not epochs:
-        tell("measured: nothing, since the script ended before")
+        tell("measured: nothing, since no epoch of the loader was seen")
     return epochs

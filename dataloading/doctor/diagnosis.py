@@ -66,6 +66,7 @@ def _iterate(loader: DataLoader[Any], until: float) -> None:
 def _own_fork_server() -> Iterator[None]:
     """Fork workers from a new server. One that was started before lacks the watch's variables, and would keep them afterwards."""
     server: Any = forkserver.ForkServer()
+    server.set_forkserver_preload(forkserver._forkserver._preload_modules)  # type: ignore[attr-defined]
     before = forkserver.connect_to_new_process
     forkserver.connect_to_new_process = server.connect_to_new_process
     try:

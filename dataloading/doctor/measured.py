@@ -90,10 +90,13 @@ class Loader:
 
     def epochs(self) -> list[tuple[int, float]]:
         """Batches and seconds of each iteration."""
-        steps = Counter(event["iterator"] for event in self.all("batch"))
-        ends = {event["iterator"]: event["ended"] for event in self.all(*WAITS)}
-        began = {event["iterator"]: event["began"] for event in self.all("iterator")}
-        return [(steps[iterator], ends[iterator] - began[iterator]) for iterator in began]
+        found: list[tuple[int, float]] = []
+        for main in self.mains:  # each process numbers its iterators
+            steps = Counter(event["iterator"] for event in main.all("batch"))
+            ends = {event["iterator"]: event["ended"] for event in main.all(*WAITS)}
+            began = {event["iterator"]: event["began"] for event in main.all("iterator")}
+            found += [(steps[iterator], ends[iterator] - began[iterator]) for iterator in began]
+        return found
 
     @property
     def loop_s(self) -> float:

@@ -174,8 +174,11 @@ def _vary(
         settled = [(one, settle(one, report.variations, base)) for one in suspicions]
         report.cleared = [one for one, is_right in settled if is_right is False and one not in report.ignored]
         report.findings = [one for one in report.findings if one not in report.cleared]
+        proven = [one for one, is_right in settled if is_right]  # perhaps by a later run than one that cleared it
+        report.findings += [one for one in proven if one not in (*report.findings, *report.ignored)]
         # The cause has a finding of its own, or may have.
-        is_effect = not variation.plan.is_asked and (known or any(is_right for _, is_right in settled))
+        may_be_effect = variation.plan.kind == "ranks" and not variation.plan.is_asked
+        is_effect = may_be_effect and (known or any(is_right for _, is_right in settled))
         if variation.finding and not is_effect and _add(report, variation.finding, config):
             say(_line(variation.finding, config))
         else:

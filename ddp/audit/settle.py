@@ -21,8 +21,8 @@ SETTLES = {
 }
 # How a run proves a suspicion of draws, which grow with the batch there.
 PROOFS = {
-    "same-noise": " the line draws more numbers, so some for each sample",
-    "same-augmentation": " a step draws more numbers, so some for each sample",
+    "same-noise": " the line draws another number of values, so some for each sample",
+    "same-augmentation": " a step draws another number of values, so some for each sample",
 }
 
 

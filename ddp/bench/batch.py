@@ -115,7 +115,7 @@ def report(config: Config, rows: list[dict[str, Any]]) -> str:
         config.output / "batch.png",
         "W: ranks, each with its own batch",
         sizes,
-        {"": curves},
+        {"": {rule: points for rule, points in curves.items() if points}},
         title=title,
         y_title="test error, %",
     )

@@ -31,7 +31,7 @@ from .settings import Setting, put_in
 PLACE = os.environ.get("LOADER_DOCTOR_PLACE")  # file:line of a loader that gets another setting
 SETTING: Setting = json.loads(os.environ.get("LOADER_DOCTOR_SETTING", "{}"))
 LOOKS = 2  # batches of an iteration that are looked at closely
-ELEMENTS, BYTE_VALUES = 4096, 3 * 256  # of an image: looked at, and at most if its floats were bytes in three channels
+ELEMENTS, BYTE_VALUES = 4096, 256  # of a channel: looked at, and at most if its floats were bytes
 numbers = weakref.WeakKeyDictionary[Any, int]()  # of the loaders that have been iterated over
 _loaders, _iterations = itertools.count(), itertools.count()
 # Seconds and bytes since they were cleared, of all threads: the one that pins memory receives the batches, too.
@@ -140,9 +140,11 @@ def _are_bytes(tensor: Tensor) -> bool:
     is_plain = type(tensor) is Tensor and tensor.layout is torch.strided and tensor.device.type == "cpu"
     if not is_plain or not tensor.is_floating_point() or tensor.dim() < 3 or not len(tensor):
         return False
-    values = tensor[0].detach().flatten()
-    looked_at = values[:: max(1, len(values) // ELEMENTS)]
-    return len(looked_at) >= 2 * BYTE_VALUES and 2 < len(looked_at.unique()) <= BYTE_VALUES
+    channels = tensor[0].detach().flatten(1) if tensor.dim() > 3 else tensor[:1].detach().flatten(1)
+    if channels.shape[0] > 4:  # channels last
+        channels = channels.reshape(-1, tensor.shape[-1]).T
+    few = [channel[:: max(1, len(channel) // ELEMENTS)].unique() for channel in channels]
+    return channels.shape[1] >= 2 * BYTE_VALUES and all(2 < len(values) <= BYTE_VALUES for values in few)
 
 
 @replace(reduction.ForkingPickler, "loads")

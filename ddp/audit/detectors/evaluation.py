@@ -23,6 +23,8 @@ from ddp.audit.watch.event_types import (
     Stepped,
 )
 
+LEAST_COMMON = 5  # rows: a few may be equal by chance, or are looked at as a preview
+
 
 def detect(trace: Trace) -> Findings:
     first = trace.ranks[0]
@@ -111,7 +113,7 @@ def _trained_on(trace: Trace) -> Findings:
         elif latest is not None and epoch.begin.dataset not in trained:
             rows = set(epoch.rows)
             common, of_all = len(rows & trained[latest]), len(rows)
-            if not rows & by_first[latest] and 10 * common > of_all:  # a few rows may be equal by chance
+            if not rows & by_first[latest] and LEAST_COMMON <= common < of_all:  # all: it evaluates the training set
                 text = f"{common} of {of_all} samples that rank 0 evaluates are trained on by other ranks, and none by itself"
                 yield Finding("splits-differ", epoch.begin, text, 0)
             elif 2 * common > of_all:

@@ -6,6 +6,8 @@ from ddp.audit.finding import Finding, Findings
 from ddp.audit.trace import Trace, together
 from ddp.audit.watch.event_types import Draw, Forward, LoaderBegins, Loss, Seed, Worker
 
+SELDOM = 3  # steps of all optimizers for one with such a draw
+
 
 def detect(trace: Trace) -> Findings:
     yield from _draws(trace)
@@ -31,7 +33,7 @@ def _draws(trace: Trace) -> Findings:
     for of_line in by_line.values():
         first, count = of_line[0][0], len({draw.step for draw, _ in of_line})
         what = f"torch.{first.function} of shape {first.shape}"
-        if count < 2 or 2 * count <= of_line[-1][0].step - first.step:
+        if count < 2 or SELDOM * count <= of_line[-1][0].step - first.step:
             continue  # what is drawn once, or now and then as data and previews are, may be meant for all ranks
         if len({draw.checksum for draw, _ in of_line}) == 1:
             yield Finding("same-draws-each-step", first, f"each step draws the same numbers here: {what}")

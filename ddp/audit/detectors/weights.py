@@ -78,14 +78,16 @@ def _of_step(steps: list[Step]) -> Findings:
         losses.sort(key=attrgetter("weight"))
         low, high = losses[0], losses[-1]
         if low.terms != high.terms and not equal(low.weight, high.weight):
+            is_slight = math.isclose(low.weight, high.weight, rel_tol=SLIGHT)
             yield Finding(
                 "mean-of-means",
                 high,
                 f"a mean of means: a term of the loss weighs {high.weight:.4g} in a micro-batch of {high.terms} terms on rank "
                 f"{high.rank}, and {low.weight:.4g} in one of {low.terms} on rank {low.rank}",
-                is_hint=math.isclose(low.weight, high.weight, rel_tol=SLIGHT),
+                is_hint=is_slight,
             )
-            return
+            if not is_slight:
+                return
         total = sum(loss.weight * loss.terms for loss in losses) / ranks
         if not high.is_mean and equal(sum(loss.weight * loss.samples for loss in losses) / ranks, 1):
             total = 1.0  # the script adds up a sample's elements, and takes the mean over the samples

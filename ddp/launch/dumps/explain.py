@@ -8,6 +8,7 @@ gloo), or stacks (of faulthandler, ``py-spy dump``, or the logs of our own train
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -50,11 +51,10 @@ def gathered(folder: Path) -> HangArtifacts:
     left = HangArtifacts()
     dumps = defaultdict(list)  # by folder
     for path, rank in ranks_of(sorted(path for path in folder.rglob("*") if path.is_file())).items():
-        if rank is None:
-            continue
-        if stacks := [] if _is_dump(path) else main_threads(path.read_text(errors="replace")):
-            left.stacks[rank] = stacks[-1]
-        elif path.suffix in DUMPS:
+        numbers = re.findall(r"\d+", path.name)
+        if numbers and not _is_dump(path) and (stacks := main_threads(path.read_text(errors="replace"))):
+            left.stacks[int(numbers[-1]) if rank is None else rank] = stacks[-1]
+        elif path.suffix in DUMPS and rank is not None:
             dumps[path.parent].append((path.stat().st_mtime, rank, path))
     # Folders of several nodes have different ranks. One that has a rank of a newer folder is of an earlier attempt.
     taken: set[int] = set()

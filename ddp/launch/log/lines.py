@@ -36,7 +36,7 @@ BEGINS = re.compile(
     r"(?<=.)(?=\[rank\d+\]:|\[default\d+\]:\S)"
     r"|(?<=[^\s:─+|])(?<!Original)(?<!Group)(?=\s*Traceback \(most recent call last\):)"
 )
-ATTEMPT = re.compile(r"(.*[/\\]attempt_)(\d+)[/\\]")
+ATTEMPT = re.compile(r"((?:.*[/\\])?attempt_)(\d+)[/\\]")
 
 
 class Line(NamedTuple):

@@ -21,12 +21,10 @@ test = samples(21)
 model, optimizer = ddp_and_sgd()
 train(model, optimizer, loader())
 exact = range(rank, len(test), ranks)
-evaluation = DataLoader(
-    test, sampler=DistributedSampler[int](test) if BROKEN else exact
-)  # audit: evaluation-counts-twice
+tests = DataLoader(test, sampler=DistributedSampler[int](test) if BROKEN else exact)  # audit: evaluation-counts-twice
 counts = torch.zeros(2)
 with torch.no_grad():
-    for inputs, labels in evaluation:
+    for inputs, labels in tests:
         correct = model(inputs).argmax(1) == labels
         counts += torch.tensor([correct.sum(), len(correct)])
 dist.all_reduce(counts)

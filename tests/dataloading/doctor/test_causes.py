@@ -54,6 +54,13 @@ def worker(slot: int, hot: list[Any]) -> Process:
     return Process(slot, fetches, {"memory": [], "busy_threads": 0, "seconds": hot})
 
 
+def test_each_process_has_iterations_of_its_own(script: str) -> None:
+    one = loader(script)
+    both = Loader(one.facts, one.mains * 2)
+    assert both.epochs() == one.epochs() * 2
+    assert both.share == pytest.approx(one.share)
+
+
 def names(record: Loader, cores: int = 2) -> dict[str, int]:
     """The causes that are found, with their lines."""
     return {cause.name: int(cause.line.rpartition(":")[2]) for cause in find(record, cores)}

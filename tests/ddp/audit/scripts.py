@@ -429,6 +429,20 @@ for inputs, labels in batches(8):
     schedule.step()
 """,
     ),
+    "IGNORED": (
+        "the loss is not divided by the 2 micro-batches of a step",
+        """
+model = DistributedDataParallel(network)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for number, (inputs, labels) in enumerate(batches(8)):
+    labels = labels.repeat(8)
+    labels[:rank] = -100
+    F.cross_entropy(model(inputs.repeat(8, 1)), labels).backward()
+    if number % 2:
+        optimizer.step()
+        optimizer.zero_grad()
+""",
+    ),
     "LEAVES_OUT": (
         "4 of 28 samples are left out of the evaluation",
         """

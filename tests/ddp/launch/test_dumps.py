@@ -175,6 +175,11 @@ def test_stacks_say_where_the_ranks_are(tmp_path: Path) -> None:
     assert list(report(gathered(written(tmp_path, "ssb ssb ssb ss"))))[2:] == places
 
 
+def test_a_file_alone_is_told_by_its_number(tmp_path: Path) -> None:
+    (tmp_path / "stack_3.txt").write_text(FAULTHANDLER)
+    assert list(report(gathered(tmp_path)))[1:] == ["rank 3 now at data.py:33 in load()"]
+
+
 @pytest.mark.parametrize("protocol", range(6))
 def test_a_forged_dump_executes_nothing(tmp_path: Path, protocol: int, user_error: UserError) -> None:
     folder, target = tmp_path / "dumps", tmp_path / "made"
