@@ -18,6 +18,7 @@ LEAST_IDLE, IDLE_PART = (
 
 def detect(trace: Trace) -> Findings:
     first, ranks = trace.ranks[0], trace.world_size
+    is_too_fast = False  # and so it may end long before the run
     for step in first.steps[1:]:
         counts = Counter((event.where, event.id) for event in step.all(Schedule))
         often = [event for event in step.all(Schedule) if counts[event.where, event.id] == ranks > 1]
@@ -28,6 +29,7 @@ def detect(trace: Trace) -> Findings:
                 f"the schedule takes {ranks} steps for one optimizer step, so it runs {ranks} times too fast",
                 is_hint=often[0].of_processes,
             )
+            is_too_fast = not often[0].of_processes
             break
     loaders = first.all(LoaderBegins)
     # A schedule would have been stepped by now.
@@ -43,7 +45,7 @@ def detect(trace: Trace) -> Findings:
             )
     for which, steps_of_run in (("first", first.steps), ("last", first.steps[::-1])):
         idle = list(itertools.takewhile(lambda step: max(step.before.rates) == 0, steps_of_run))
-        if max(LEAST_IDLE, IDLE_PART * len(first.steps)) <= len(idle) < len(first.steps):
+        if not is_too_fast and max(LEAST_IDLE, IDLE_PART * len(first.steps)) <= len(idle) < len(first.steps):
             yield Finding(
                 "rate-of-zero",
                 (idle[0] if which == "first" else idle[-1]).before,
