@@ -277,6 +277,9 @@ def _stretched(base: Trace, other: Trace) -> bool:
     """Whether the schedule of the other run is as many times as long as the ranks are more, up to rounding."""
     ratio = base.world_size / other.world_size
     ours, theirs = ([step.before.rates for step in trace.ranks[0].steps] for trace in (base, other))
+    changes = [at for at, (one, two) in enumerate(itertools.pairwise(ours), 1) if one != two]
+    if changes and abs(changes[-1] - len(ours) / ratio) <= 1:
+        return False  # it is over at that part of the run: its length is divided by the ranks
     pairs = [(mine, theirs[round(at * ratio)]) for at, mine in enumerate(ours[: int(len(theirs) / ratio)])]
     close = functools.partial(math.isclose, rel_tol=SAME_SCHEDULE)
     return len(pairs) > 1 and all(len(a) == len(b) and all(map(close, a, b)) for a, b in pairs)
@@ -316,7 +319,7 @@ def _numbers(trace: Trace, steps: Sequence[Step]) -> Counter[int]:
 
 def _training(trace: RankTrace, step: Step) -> Iterable[Batch]:
     """The batches of a step that come from a loader for training."""
-    return [batch for batch in step.all(Batch) if batch.iterator in trace.iterators]
+    return [batch for batch in step.all(Batch) if batch.iterator in trace.training_iterators]
 
 
 def _rows(trace: RankTrace, step: Step) -> list[int]:

@@ -34,9 +34,8 @@ class Kind(NamedTuple):
 def _kinds() -> dict[str, Kind]:
     """The kinds by name, in the order of the page: a heading and text for each detector, and below it one for each name."""
     kinds = {}
-    text = re.sub(
-        r"\*\* \[(.+)\]\(.*\)$", r"** \1", PAGE.read_text(), flags=re.MULTILINE
-    )  # the names of linked chapters
+    # Links to chapters count by their names.
+    text = re.sub(r"\*\* \[(.+)\]\(.*\)$", r"** \1", PAGE.read_text(), flags=re.MULTILINE)
     for part in text.split("\n## ")[1:]:
         detector, *findings = part.split("\n### ")
         how = " ".join(detector.partition("\n")[2].split())
@@ -64,7 +63,7 @@ class Finding:
     :param cure: what to do, if that is not what the page says
     :param diverges: whether it makes the ranks' weights differ
     :param is_effect: whether ranks that diverge for another reason would show it, too
-    :param is_hint: whether nothing is wrong, and the run could be faster or more varied
+    :param is_hint: whether it is no failure: it costs time or variety, is slight, or cannot be proven by runs
     :param proof: of a suspicion: how a second run has confirmed it; empty as long as none has
     :param unsettled: of a suspicion: why no second run has settled it
     """

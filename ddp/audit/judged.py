@@ -26,7 +26,7 @@ OF_EVENTS = {
     "collectives": ("calls", Collective),
     "clipping": ("clippings", Clip),
     "randomness": ("forward passes", Forward),
-    "evaluation": ("lines", Evaluation),
+    "evaluation": ("evaluating lines", Evaluation),
     "checkpoints": ("files", Save),
     "costs": ("loaders", LoaderBegins),
 }

@@ -29,7 +29,7 @@ def _parts(trace: RankTrace) -> list[Part]:
     for event in trace.events:
         if isinstance(event, Backward):
             is_running = False
-        elif isinstance(event, Batch) and event.iterator not in trace.iterators:
+        elif isinstance(event, Batch) and event.iterator not in trace.training_iterators:
             if not is_running:
                 parts.append(Part())
             is_running = True

@@ -19,9 +19,10 @@ SETTLES = {
     "loss-divided-by-ranks": "numbers",
     "saved-by-its-own-value": "saves",
 }
-# How a run proves a suspicion of draws, which grow with the batch there.
+# How a run proves these suspicions. Draws for each sample grow with the batch.
 PROOFS = {
     "same-noise": " the line draws another number of values, so some for each sample",
+    "hash-of-strings": " samples of the same numbers have other contents",
     "same-augmentation": " a step draws another number of values, so some for each sample",
 }
 
@@ -66,14 +67,15 @@ def _is_equal(finding: Finding, variation: Variation, base: Trace) -> bool | Non
 
 def _contents_as_before(base: Trace, other: Trace) -> bool | None:
     """Whether the samples of the same numbers are the same in all processes."""
-    found = [
-        pair
+    parts = [
+        {pair for epoch in rank.training for pair in epoch.numbered()}
         for trace in (base, other)
-        for epochs in trace.epochs(train=True)
-        for one in epochs
-        for pair in one.numbered()
+        for rank in trace.ranks
     ]
-    return len(set(found)) == len(dict(found)) if found else None
+    if any(len(part) > len(dict(part)) for part in parts):
+        return None  # they are drawn anew within one process
+    found = set().union(*parts)
+    return len(found) == len(dict(found)) if found else None
 
 
 def _draws_as_often(base: Trace, other: Trace) -> bool | None:

@@ -165,8 +165,8 @@ class RankTrace(Events):
         return [epoch for epoch in self.epochs if epoch.trains]
 
     @functools.cached_property
-    def iterators(self) -> set[int]:
-        """The numbers of those that train."""
+    def training_iterators(self) -> set[int]:
+        """The numbers of the iterators over loaders that train."""
         return {epoch.begin.iterator for epoch in self.training}
 
 

@@ -121,7 +121,7 @@ def second(script: Sequence[str], ranks: int, batch_flag: str | None, base: Trac
     :raises UsageError: if these batches cannot be put in
     """
     loaders = [epoch.begin for epoch in base.ranks[0].training]
-    sizes = dict[str, list[int | None]]()
+    sizes = dict[str, set[int | None]]()
     if batch_flag:
         script = _changed(script, batch_flag, ranks, 1)
     elif not loaders:
@@ -138,10 +138,11 @@ def second(script: Sequence[str], ranks: int, batch_flag: str | None, base: Trac
         # Where each rank evaluates all samples, one rank has the same batches of them.
         divided = [one.begin for one, two, *_ in base.epochs(train=False) if one.rows != two.rows]
         for one in (*loaders, *divided):
-            sizes.setdefault(one.where, []).append(one.batch_size)
+            sizes.setdefault(one.where, set()).add(one.batch_size)
     what = f"on 1 rank with the batches of {ranks}"
     same = functools.partial(same_numbers, is_asked=False)
-    return Plan("ranks", what, script, 1, same, is_asked=False, batches=json.dumps([ranks, sizes]))
+    batches = json.dumps([ranks, {where: sorted(some, key=str) for where, some in sizes.items()}])
+    return Plan("ranks", what, script, 1, same, is_asked=False, batches=batches)
 
 
 def third(script: Sequence[str], ranks: int, finding: Finding) -> Plan:

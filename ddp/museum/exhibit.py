@@ -62,7 +62,7 @@ def samples(count: int) -> TensorDataset:
 
 
 def loader() -> DataLoader[Any]:
-    """Ten batches of 16 such samples for each of two ranks. The audit can make them larger, as `batches()` cannot be."""
+    """Ten batches of 16 such samples for each of two ranks. The audit can enlarge these batches, but not those of `batches()`."""
     data = samples(320)
     return DataLoader(data, 16, sampler=DistributedSampler[Any](data, shuffle=False))
 

@@ -1,4 +1,4 @@
-"""The results of a run that nothing befalls, for the tests of runs that are stopped, killed, or on several hosts."""
+"""The results of an undisturbed run, for the tests of runs that are stopped, killed, or on several hosts."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def detect(trace: Trace) -> Findings:
     for event in first.all(Evaluation, Batch, LoaderEnds):
         if not isinstance(event, Evaluation):
             latest = event
-        elif isinstance(latest, Batch) and latest.iterator in first.iterators:
+        elif isinstance(latest, Batch) and latest.iterator in first.training_iterators:
             continue  # a part of a training step, such as a teacher's pass
         elif event.training and event.random:
             yield Finding(
@@ -130,7 +130,7 @@ def _changed(trace: Trace) -> Findings:
     evaluation: Event | None = None
     changed: list[BeforeStep] = []
     for event in first.events:
-        if isinstance(event, LoaderBegins) and event.iterator not in first.iterators and event.evaluates:
+        if isinstance(event, LoaderBegins) and event.iterator not in first.training_iterators and event.evaluates:
             evaluation = event
         elif isinstance(event, Load):
             return

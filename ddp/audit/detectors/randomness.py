@@ -6,7 +6,7 @@ from ddp.audit.finding import Finding, Findings
 from ddp.audit.trace import Trace, together
 from ddp.audit.watch.event_types import Draw, Forward, LoaderBegins, Loss, Seed, Worker
 
-SELDOM = 3  # steps of all optimizers for one with such a draw
+SELDOM = 3  # a line that draws in fewer than one of so many optimizer steps is left out
 
 
 def detect(trace: Trace) -> Findings:

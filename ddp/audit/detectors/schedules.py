@@ -10,10 +10,8 @@ from ddp.audit.trace import Trace, together
 from ddp.audit.watch.event_types import Average, AverageMade, LoaderBegins, Schedule, ScheduleMade
 
 LONG = 10  # optimizer steps of a script without loaders
-LEAST_IDLE, IDLE_PART = (
-    3,
-    0.1,
-)  # optimizer steps with a rate of 0, in a row, and their part of all; a warm-up begins with one
+LEAST_IDLE = 3  # optimizer steps in a row with a rate of 0; a warm-up begins with one
+IDLE_PART = 0.1  # their part of all steps
 
 
 def detect(trace: Trace) -> Findings:
@@ -43,14 +41,6 @@ def detect(trace: Trace) -> Findings:
                 f"neither this {event.name} nor another of its optimizer is ever stepped or updated",
                 is_hint=not loaders,  # it may be meant for later than this run ends
             )
-    for which, steps_of_run in (("first", first.steps), ("last", first.steps[::-1])):
-        idle = list(itertools.takewhile(lambda step: max(step.before.rates) == 0, steps_of_run))
-        if not is_too_fast and max(LEAST_IDLE, IDLE_PART * len(first.steps)) <= len(idle) < len(first.steps):
-            yield Finding(
-                "rate-of-zero",
-                (idle[0] if which == "first" else idle[-1]).before,
-                f"the learning rate is 0 in the {which} {len(idle)} of {len(first.steps)} optimizer steps",
-            )
     for events in together(trace.ranks, Schedule):
         metrics = [event.metric for event in events]
         if len(set(metrics)) > 1:
@@ -69,3 +59,11 @@ def detect(trace: Trace) -> Findings:
                 "rates-differ", steps[0].before, f"the ranks use different learning rates: {rates}", diverges=True
             )
             return
+    for which, steps_of_run in (("first", first.steps), ("last", first.steps[::-1])):
+        idle = list(itertools.takewhile(lambda step: max(step.before.rates) == 0, steps_of_run))
+        if not is_too_fast and max(LEAST_IDLE, IDLE_PART * len(first.steps)) <= len(idle) < len(first.steps):
+            yield Finding(
+                "rate-of-zero",
+                (idle[0] if which == "first" else idle[-1]).before,
+                f"the learning rate is 0 in the {which} {len(idle)} of {len(first.steps)} optimizer steps",
+            )

@@ -298,6 +298,7 @@ dist.destroy_process_group()
 )
 
 # Wrong code, and the audit's words for it.
+HINTS = ("ONE_PART", "LEAVES_OUT", "TRAINED_ON")
 WRONG = {
     "SHUFFLED": (
         "samples arrive on every rank",
@@ -441,6 +442,20 @@ for number, (inputs, labels) in enumerate(batches(8)):
     if number % 2:
         optimizer.step()
         optimizer.zero_grad()
+""",
+    ),
+    "OF_ONE": (
+        "the ranks use different learning rates",
+        """
+model = DistributedDataParallel(network)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=4)
+for inputs, labels in batches(8):
+    F.cross_entropy(model(inputs), labels).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    if rank == 0:
+        schedule.step()
 """,
     ),
     "LEAVES_OUT": (

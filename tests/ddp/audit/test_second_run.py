@@ -84,10 +84,12 @@ MEANS = (
     "(model(xb).argmax(1) == yb).sum().item(), len(yb)",
     "F.cross_entropy(model(xb), yb).item(), 1.0",
 )  # of batches
+STEPPED = ("optimizer.step()", "optimizer.step()\n        schedule.step()")
 LENGTH = (
     "torch.manual_seed(1)\n",
     "torch.manual_seed(1)\nschedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, 2 * 128 // ranks // 8)\n",
 )
+SHORT = (LENGTH[0], LENGTH[1].replace("128 // ranks // 8", "len(loader) // ranks"))
 OWN_BATCHES = "loader = DataLoader(train, batch_sampler=list(BatchSampler(sampler, 8, False)))"
 
 
@@ -137,11 +139,8 @@ def audited(folder: Path, *changes: tuple[str, str]) -> tuple[str, list[str], li
         ([("sampler=exact", "shuffle=False"), MEANS], "; 2 metrics are equal", []),
         ([("train, test = TensorDataset(", NOISY)], "samples are augmented", ["same-augmentation"]),
         ([("lr=0.1", "lr=0.1 * ranks")], "since the learning rate grows with the number of ranks", []),
-        (
-            [LENGTH, ("optimizer.step()", "optimizer.step()\n        schedule.step()")],
-            "by a batch that did not grow",
-            [],
-        ),
+        ([LENGTH, STEPPED], "by a batch that did not grow", []),
+        ([SHORT, STEPPED], "uses other learning rates", ["vary-ranks"]),
         ([("Dropout(0.0)", "Dropout(0.1)"), ("manual_seed(1)", "manual_seed(rank)")], "Dropout differs by design", []),
         ([("cross_entropy(model(xb), yb)", "cross_entropy(model(xb), yb, torch.ones(2))")], "class weights are", []),
         ([("loss = ", "loss = model(xb).mean(0).square().sum() + ")], "no mean over samples that torch computes", []),
