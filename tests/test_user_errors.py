@@ -164,7 +164,6 @@ WRONG: dict[str, list[str | tuple[str, str]]] = {
         ("--batch-size 8,8", r"names a value twice"),
         ("--workers 0,-2", r"--workers -2 is out of range"),
         ("--loader fast-processes", r"invalid choice: 'fast-processes' \(choose from stock, fast\)"),
-        ("--dataset own:Boxes", r"python -m dataloading.doctor -- train.py"),
         ("--start-method fork --image-size 64", r"--image-size has no meaning with --start-method"),
         ("--start-method fork --workers 1,2", r"--workers 1,2: --start-method takes one number"),
         ("--start-method fork --workers 0", r"--workers 0: --start-method takes one number"),

@@ -64,8 +64,9 @@ def _own_code(arguments: Sequence[str]) -> Iterator[str]:
             yield text
             for node in ast.walk(ast.parse(text)):
                 names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-                if isinstance(node, ast.ImportFrom) and node.module:
-                    names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+                if isinstance(node, ast.ImportFrom):  # of a relative one without a name, the package
+                    within = f"{node.module}." if node.module else ""
+                    names = [within.rstrip("."), *(within + alias.name for alias in node.names)]
                 level = node.level if isinstance(node, ast.ImportFrom) else 0  # the dots before its name
                 for name in names:
                     module = (path.parents[level - 1] if level else folder).joinpath(*name.split("."))
@@ -128,15 +129,8 @@ def run_ranks(
     A script that could start them itself, and then misses torchrun's variables, wants torchrun with these flags: it is run again.
     """
     outcome = run(command(arguments, ranks, start, nodes), environment, timeout, notes, output)
-    if start == "auto" and starts_itself(arguments) and misses_torchrun(outcome, notes):
+    if start == "auto" and starts_itself(arguments) and WANTS_TORCHRUN.search(outcome.traceback):
+        for note in notes.iterdir():
+            note.unlink()
         outcome = run(command(arguments, ranks, "torchrun", nodes), environment, timeout, notes, output)
     return outcome
-
-
-def misses_torchrun(outcome: Outcome, notes: Path) -> bool:
-    """Whether a script has ended since it misses torchrun's variables; then the notes of its run are removed."""
-    if not WANTS_TORCHRUN.search(outcome.traceback):
-        return False
-    for note in notes.iterdir():
-        note.unlink()
-    return True

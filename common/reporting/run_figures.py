@@ -95,7 +95,7 @@ def plot_samples(
     classes: Sequence[str],
     title: str,
 ) -> None:
-    """Images in a grid of eight columns, each with its prediction; wrong ones, which come first, in red, with the true class.
+    """Images in a grid of eight columns, each with its prediction; wrong ones in red, with the true class.
 
     :param images: uint8 ``[n, channels, height, width]``, grey or RGB; of other numbers of channels, the first is drawn
     :param labels: true class of each image
@@ -104,9 +104,7 @@ def plot_samples(
     """
     columns, names = 8, [printable(name) for name in classes]
     rows = -(-len(images) // columns)
-    figure, axes = new_figure(
-        1, 1, WIDTH / columns * rows + 0.6, f"{title}: samples of the test set, mistakes first, in red"
-    )
+    figure, axes = new_figure(1, 1, WIDTH / columns * rows + 0.6, title)
     plot = axes[0, 0]  # one for all: axes of its own for each image would take a second
     plot.set_axis_off()
     for number, (image, label, prediction) in enumerate(zip(images, labels, predictions, strict=True)):

@@ -49,7 +49,6 @@ class LoadingBenchConfig:
     """Settings of ``dataloading.bench``. A field that is a list is an axis of the sweep."""
 
     path_to_folder: str | None = option(None, "folder of the JPEG files (default: drawn faces)")
-    dataset: str | None = option(None, "refused: python -m dataloading.doctor times your own data set")
     workers: tuple[int, ...] | None = option(
         None, "processes or threads (default: up to the cores and 2 more)", minimum=0
     )
@@ -69,11 +68,6 @@ class LoadingBenchConfig:
     def __post_init__(self) -> None:
         for name in self.decoder:
             get_decoder(name)
-        if self.dataset:
-            raise UsageError(
-                f"--dataset {self.dataset}: the bench times folders of images: python -m dataloading.doctor -- train.py, or "
-                "dataloading.doctor.diagnose(loader), does so for your own data set"
-            )
         for field in dataclasses.fields(self) if self.start_method else ():
             if field.name not in FOR_START_METHODS and getattr(self, field.name) != field.default:
                 raise UsageError(f"{flag_of(field.name)} has no meaning with --start-method: leave it out")
@@ -165,10 +159,12 @@ def judge(
             "but in training, the main process loads only while it does not train; with workers, the best is "
             f"{with_workers.setting.label(axes)}, {with_workers.images_per_s:,.0f} images/s"
         )
-    now, *tried = measure_all([with_workers.setting, *changes(with_workers.setting, usable_cores())])
-    if doubt := others.doubt():
+    if not (doubt := others.doubt()):
+        now, *tried = measure_all([with_workers.setting, *changes(with_workers.setting, usable_cores())])
+        lines += explain(now, tried, len(dataset))
+        doubt = others.doubt()
+    if doubt:
         return LoadingVerdict(None, with_workers.setting, costs, [f"no verdict: {doubt}"])
-    lines += explain(now, tried, len(dataset))
     return LoadingVerdict(chosen.setting, with_workers.setting, costs, lines)
 
 

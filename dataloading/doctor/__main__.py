@@ -51,11 +51,11 @@ def advise(config: DoctorConfig, script: Sequence[str], examined: Examined) -> N
         if loader.share >= MATTERS and loader.line:
             tried = try_settings(run := Script(arguments, environment, loader.line, tuple(needed)), config.trials)
             started_s = sum(loader.starts()) if loader.facts["workers"] else 0.0
-            rate = len(loader.all("batch")) / (loader.loop_s - started_s)
-            if tried.now > UNLIKE * rate:
+            batches, steady_s = len(loader.all("batch")), loader.loop_s - started_s  # 0 s if it looked at one batch
+            if tried.now * steady_s > UNLIKE * batches:
                 print(
-                    f"these turns settle nothing: they gave {tried.now:.1f} batches/s where the script's loop had {rate:.1f}, so "
-                    "what is slow there was in none of them",
+                    f"these turns settle nothing: they gave {tried.now:.1f} batches/s where the script's loop had "
+                    f"{batches / steady_s:.1f}, so what is slow there was in none of them",
                     flush=True,
                 )
             else:

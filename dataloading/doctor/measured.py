@@ -116,9 +116,12 @@ class Loader:
 
     def starts(self) -> list[float]:
         """Seconds from each start of workers to the first batch."""
-        first = {event["iterator"]: event["ended"] for event in reversed(self.all("batch"))}
-        fresh = (event for event in self.all("iterator") if not event["reused"] and event["iterator"] in first)
-        return [first[event["iterator"]] - event["began"] for event in fresh]
+        found: list[float] = []
+        for main in self.mains:
+            first = {event["iterator"]: event["ended"] for event in reversed(main.all("batch"))}
+            fresh = (event for event in main.all("iterator") if not event["reused"] and event["iterator"] in first)
+            found += [first[event["iterator"]] - event["began"] for event in fresh]
+        return found
 
     def per_batch(self) -> dict[str, float]:
         """Mean seconds that a batch takes in each stage: the first three in a worker."""

@@ -148,7 +148,7 @@ class Search:
         named = {str(setting): setting for setting in settings}
         firsts = self._first_turns(settings, settings[0])
         if str(settings[0]) not in firsts:
-            raise NoTurn("the present setting failed: nothing can be compared with it")
+            raise NoTurn(f"{in_words(settings[0])} failed: nothing can be compared with it")
         best = min(firsts.values())
         left = [name for name in firsts if firsts[name] < HOPELESS * best or named[name] is settings[0]]
         seconds = self._interleave({name: named[name] for name in left}, SEARCH_ROUNDS)
@@ -158,7 +158,7 @@ class Search:
         """Seconds of an epoch by a first turn of each setting. One that fails is left out, and so are those for which no time is left."""
         firsts: dict[str, float] = {}
         for setting in settings:
-            words = in_words(_difference(setting, present)) or "the present setting"
+            words = in_words(_difference(setting, present) or setting)
             try:
                 if firsts and time.monotonic() > self._ends:
                     raise NoTurn("no time was left")

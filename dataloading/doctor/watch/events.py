@@ -75,7 +75,7 @@ def where(made: Any = None) -> str:
 
 
 def made_at(loader: Any, dataset: Any, maker: FrameType) -> str:
-    """``file:line`` that makes a loader. For a loader that a library makes, of the data set of one of the script's, it is that one's.
+    """``file:line`` that makes a loader. If a library makes it for the data set of a loader of the script, the line of that loader.
 
     :param maker: the frame that calls the loader's constructor
     """

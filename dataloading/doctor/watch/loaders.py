@@ -47,7 +47,7 @@ def _take(name: str) -> float:
 
 @replace(data.DataLoader, "__init__")
 def make(original: Any, self: Any, dataset: Any, *args: Any, **kwargs: Any) -> None:
-    """A library that makes a loader of its own, of the data set of one of the script's, is not its author."""
+    """A loader that a library makes for the data set of one of the script's loaders counts as that loader."""
     maker = sys._getframe(2)  # frame 1 is the function in the constructor's place
     line = self._doctor_line = made_at(self, dataset, maker)
     original(self, dataset, *args, **kwargs)

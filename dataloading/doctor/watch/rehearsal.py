@@ -29,7 +29,7 @@ _make, _begin = DataLoader.__init__, DataLoader.__iter__
 
 @functools.wraps(_make)  # Lightning reads its signature
 def make(self: DataLoader[Any], dataset: Any, *args: Any, **kwargs: Any) -> None:
-    """A loader that a library makes, of the data set of one of the script's, has its line."""
+    """A loader that a library makes for the data set of one of the script's loaders counts as that loader."""
     vars(self)["_doctor_line"] = made_at(self, dataset, sys._getframe(1))
     _make(self, dataset, *args, **kwargs)
 

@@ -1,8 +1,8 @@
 """A loader with other settings than those that it was made with, over the same data set, sampler and collate function.
 
-A setting is a dict: ``DataLoader``'s own arguments by their names, and two that it has not: ``fetch_threads``, the threads that
+A setting is a dict: ``DataLoader``'s own arguments by their names, and two of our own: ``fetch_threads``, the threads that
 fetch the samples of a batch; ``whole_batches``, one call of the data set with all indices of a batch. (``FastLoader`` fills whole
-batches of image files, so it cannot take anybody's data set.) It imports torch alone, since it also runs in the processes of
+batches of image files, so other data sets cannot use it.) It imports torch alone, since it also runs in the processes of
 somebody's script.
 """
 
@@ -95,12 +95,13 @@ def loader_turn(
     """
     head = max(1, loader.num_workers)
     ahead = max(1, loader.num_workers * (loader.prefetch_factor or 0))
-    length = length_of(loader)
-    whole = length is not None and length <= head + counted + ahead
+    length, most = length_of(loader), head + counted + ahead
+    batches = most if length is None else min(length, most)
+    whole = batches == length
     if persistent := _keeps_workers(loader):  # or else they would go on while other loaders take their turns
-        _limit(loader, length if whole and length is not None else head + counted + ahead)
-    if whole and length is not None:
-        counted = max(1, length - head)
+        _limit(loader, batches)
+    if whole:
+        counted = max(1, batches - head)
     return take_turn(
         lambda: begin(loader),
         head,

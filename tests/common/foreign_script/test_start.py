@@ -33,7 +33,9 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_the_code_of_a_module_is_read(package: Path) -> None:
-    assert wants_torchrun(["-m", "job.train"])
+    for relative in (".loop import main", ". import loop"):
+        (package / "train.py").write_text(TRAIN.replace(".loop import main", relative))
+        assert wants_torchrun(["-m", "job.train"])
     (package / "loop.py").write_text("def main():\n    mp.spawn(train)\n")
     assert starts_itself(["-m", "job.train"]) and not wants_torchrun(["-m", "job.train"])
     (package / "train.py").rename(package / "__main__.py")

@@ -56,8 +56,12 @@ def worker(slot: int, hot: list[Any]) -> Process:
 
 def test_each_process_has_iterations_of_its_own(script: str) -> None:
     one = loader(script)
-    both = Loader(one.facts, one.mains * 2)
-    assert both.epochs() == one.epochs() * 2
+    (main,) = one.mains
+    later = [{**event, "began": event["began"] + 10.0, "ended": event["ended"] + 10.0} for event in main.events]
+    both = Loader(one.facts, [main, Process(1, later, {"seconds": []})])
+    assert both.starts() == pytest.approx(one.starts() * 2)
+    assert [steps for steps, _ in both.epochs()] == [40, 40]
+    assert both.loop_s == pytest.approx(2 * one.loop_s)
     assert both.share == pytest.approx(one.share)
 
 
