@@ -8,9 +8,9 @@ rules for the learning rate are compared, each at every W:
 - ``W times the rate, warm-up``: the same, and the rate rises from 0 during the first epoch. (In the paper it rises from the
   rate of one rank, during five epochs.)
 
-W = 1 is also the case that the global batch stays as it is, on any number of ranks. Everything else is as in ``ddp.train``: SGD
-with momentum, and a cosine decay. A run here is one process, which takes W micro-steps of one rank's batch. The average of their
-gradients is that of W ranks, and BatchNorm normalizes with as many samples.
+W = 1 is also the case that the global batch stays as it is, on any number of ranks. It has no warm-up, which ``ddp.train`` has by
+default. Everything else is as there: SGD with momentum, and a cosine decay. A run here is one process, which takes W micro-steps
+of one rank's batch. The average of their gradients is that of W ranks, and BatchNorm normalizes with as many samples.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Config:
     output: Path = option(Path("runs/bench-batch"), "folder of the JSON and the figure")
 
     def run(self, ranks: int, rule: str, seed: int = 0) -> TrainConfig:
-        """The settings of one run. The rules agree at W = 1, where the first stands for all."""
+        """The settings of one run. At W = 1 only the first rule is run."""
         grows, warmup_epochs = RULES[rule]
         return TrainConfig(
             dataset=self.dataset,

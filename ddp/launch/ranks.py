@@ -8,12 +8,12 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 MOST_RANKS = 4096  # larger numbers in names of files are of jobs
-RANK_OF_NAME = re.compile(r"rank[ _.-]?(\d+)\D*$", re.IGNORECASE)
+RANK_OF_NAME = re.compile(r".*rank[ _.-]?(\d+)", re.IGNORECASE)
 RANK_OF_PATH = re.compile(r"(?:rank|task|proc|attempt_\d+/)[-_.]?(\d+)")
 
 
 def ranks_of(files: Sequence[Path]) -> dict[Path, int | None]:
-    """The rank of each file: the last number of its name, if that follows "rank"; or else the number in which it differs from others."""
+    """The rank of each file: the number after the last "rank" of its name; or else the number in which it differs from others."""
     alike = defaultdict(list)
     for file in files:
         alike[re.sub(r"\d+", "#", str(file))].append(file)

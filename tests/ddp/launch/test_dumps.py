@@ -175,6 +175,12 @@ def test_stacks_say_where_the_ranks_are(tmp_path: Path) -> None:
     assert list(report(gathered(written(tmp_path, "ssb ssb ssb ss"))))[2:] == places
 
 
+def test_the_number_after_rank_is_the_rank(tmp_path: Path) -> None:
+    for rank in range(4):
+        (tmp_path / f"rank{rank}_node{rank // 2}.txt").write_text(FAULTHANDLER)
+    assert list(report(gathered(tmp_path)))[1:] == ["ranks 0-3 now at data.py:33 in load()"]
+
+
 def test_a_file_alone_is_told_by_its_number(tmp_path: Path) -> None:
     (tmp_path / "stack_3.txt").write_text(FAULTHANDLER)
     assert list(report(gathered(tmp_path)))[1:] == ["rank 3 now at data.py:33 in load()"]

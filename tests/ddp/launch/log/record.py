@@ -38,7 +38,7 @@ Each row is a small job of two ranks that fails under torchrun, on gloo. Its log
 The doctor was tuned on these logs, so they do not tell how often it is right on others.
 
 """
-NOT_TUNED_ON = "\n## Not tuned on\n"  # this section is written by hand: posted logs are not kept here
+LOGS_OF_OTHERS = "\n## Logs of others\n"  # this section is written by hand: posted logs are not kept here
 
 
 class Score(NamedTuple):
@@ -132,8 +132,8 @@ def page(logs: dict[str, dict[str, str]]) -> str:
         + total
         + "| failure | log | it says | right |\n|---|---|---|---|\n"
         + "".join(row(*one) for one in verdicts.items())
-        + NOT_TUNED_ON
-        + PAGE.read_text().partition(NOT_TUNED_ON)[2]
+        + LOGS_OF_OTHERS
+        + PAGE.read_text().partition(LOGS_OF_OTHERS)[2]
     )
 
 
