@@ -1,6 +1,6 @@
 """torch's own DistributedDataParallel on CPUs, with one line more: it averages in shared memory.
 
-On two ranks the bits are the same. Without that line: the word plain at the end.
+On two ranks the bits are the same. The argument plain leaves that line out.
 torchrun --nproc_per_node=2 torch_ddp_shared_memory.py
 """
 

@@ -116,7 +116,7 @@ def wait_until(condition: Callable[[], object], timeout_s: float = 60.0) -> None
     """
     deadline = time.monotonic() + timeout_s
     while not condition():
-        assert time.monotonic() < deadline, f"{condition} did not come in {timeout_s} s"
+        assert time.monotonic() < deadline, f"not so after {timeout_s} s"
         time.sleep(0.02)
 
 
