@@ -42,17 +42,18 @@ PATTERNS = {name: re.compile(pattern) for name, pattern in FACTS.items()}
 WORDS = """\
 Traceback
 File "
-rror
+rror:
 xception
 Fatal Python
--- Process
 NCCL
 enqueued
 lagging
 collective #
 ():
 exitcode
-process
+ing process
+entire process
+terminated with
 SIGKILL
 oom
 OOM
@@ -69,7 +70,7 @@ fault
 Aborted
 Killed
 Terminated
-orld
+world
 MEMBER
 death signal
 return code
