@@ -74,7 +74,8 @@ def _always(loader: Loader) -> Iterator[Cause]:
                 f"reference: keep {name}, a {kind}, in numpy arrays or tensors",
             )
     growing = max(workers, key=lambda worker: worker.growth(RESIDENT), default=None)
-    if growing and _grows(growing):
+    held = (facts["prefetch"] + 1) * loader.bytes_per_batch()  # batches that a worker may have in memory at once
+    if growing and _grows(growing, GROWS + held):
         yield Cause(
             "growing-workers",
             first_line(KEEPS, _files(loader)) or loader.hottest_line(*LOADING)[0] or loader.line,
@@ -82,13 +83,16 @@ def _always(loader: Loader) -> Iterator[Cause]:
         )
 
 
-def _grows(worker: Process) -> bool:
-    """Whether a worker's own memory grows all the time: in the last third of its looks it has more than ever in the first half."""
+def _grows(worker: Process, least: float) -> bool:
+    """Whether a worker's own memory grows all the time: in the last third of its looks it has more than ever in the first half.
+
+    :param least: bytes; less may be batches
+    """
     resident = [look[RESIDENT] for look in worker.profile["memory"]]
     if len(resident) < LOOKS:
         return False
     later = min(resident[-len(resident) // 3 :]) - max(resident[: len(resident) // 2])
-    return min(worker.growth(RESIDENT), worker.growth(PRIVATE)) >= GROWS and later >= GOES_ON
+    return min(worker.growth(RESIDENT), worker.growth(PRIVATE)) >= least and later >= GOES_ON
 
 
 def _files(loader: Loader) -> list[str]:

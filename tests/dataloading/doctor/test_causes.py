@@ -127,6 +127,14 @@ def test_a_worker_grows_where_it_goes_on_to_grow(script: str) -> None:
     assert names(record) == {}
 
 
+def test_batches_that_wait_are_no_growth(script: str) -> None:
+    record = loader(script, wait=0.001)
+    record.workers[0].profile |= memory((300, 30), (400, 130), (500, 230), (600, 330))
+    for batch in record.all("batch"):
+        batch["bytes"] = 100 * MB
+    assert names(record) == {}
+
+
 def test_threads_of_workers_are_named_where_they_are_set(script: str) -> None:
     record = loader(script)
     record.workers[0].profile["busy_threads"] = 3
