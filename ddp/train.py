@@ -193,7 +193,7 @@ def train_step(job: Job, batches: Iterator[Batch]) -> None:
         group["lr"] = job.learning_rate(job.step)
     # One rank's inf or nan in a gradient is in every rank's average; in a loss, it is in the reports. So all ranks skip this
     # step, or none does. (fp16 is the exception: there a gradient that overflows is normal. may_step is True, and GradScaler skips
-    # the step: scaler.step does nothing, and scaler.update lowers the scale.)
+    # the step: it tells the fused optimizer, which changes nothing, and scaler.update lowers the scale.)
     if job.guard.may_step(norm, reports):
         scaler.step(job.optimizer)
     scaler.update()

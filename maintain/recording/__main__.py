@@ -1,4 +1,4 @@
-"""Record runs, and write a page of each to scrub, docs/recordings/NAME.html, and its still, NAME.svg.
+"""Record runs, and write a page of each to step through, docs/recordings/NAME.html, and its still, NAME.svg.
 
 python -m maintain.recording              # lists the recordings, and those that are older than the code that they show
 python -m maintain.recording NAME ...     # records these
