@@ -133,7 +133,7 @@ def wrap_network(network: nn.Module, env: DistEnv, averaging: Averaging, precisi
     # DDP would broadcast rank 0's BatchNorm statistics in every step. train_epoch averages them once per epoch instead.
     # (Not set in the constructor: newer torch calls this argument forward_sync_buffers.)
     model.broadcast_buffers = False
-    average_by_hook(model, averaging, env)  # only with --all-reduce or --gradient-precision
+    average_by_hook(model, averaging, env)  # in shared memory (the default on one host), by another --all-reduce, or in bf16
     return model
 
 
@@ -192,8 +192,8 @@ def train_step(job: Job, batches: Iterator[Batch]) -> None:
     for group in job.optimizer.param_groups:
         group["lr"] = job.learning_rate(job.step)
     # One rank's inf or nan in a gradient is in every rank's average; in a loss, it is in the reports. So all ranks skip this
-    # step, or none does. (fp16 is the exception: there a gradient that overflows is normal. may_step is True, and GradScaler skips
-    # the step: it tells the fused optimizer, which changes nothing, and scaler.update lowers the scale.)
+    # step, or none does. On a CPU, may_step is False then; on a GPU, the optimizer is told, and changes nothing. (In fp16 a gradient
+    # that overflows is normal. may_step is True, GradScaler tells the fused optimizer, and scaler.update lowers the scale.)
     if job.guard.may_step(norm, reports):
         scaler.step(job.optimizer)
     scaler.update()
