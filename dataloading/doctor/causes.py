@@ -48,7 +48,7 @@ def find(loader: Loader, cores: int) -> list[Cause]:
     slow = list(_starts(loader))
     if loader.steady_share >= MATTERS:
         slow += _slow(loader, cores)
-        slow = slow or list(_hottest(loader))
+        slow = [*_collections(loader), *(slow or _hottest(loader))]
     return [*_always(loader), *slow]
 
 
@@ -159,6 +159,19 @@ def _slow(loader: Loader, cores: int) -> Iterator[Cause]:
         )
         advice = f"more workers, at most {cores} for all ranks together"
         yield Cause("too-few-workers", loader.line, f"{now}, on {cores} cores: {advice}")
+
+
+def _collections(loader: Loader) -> Iterator[Cause]:
+    """Garbage collections, which look at all objects that a process inherits, torch's among them."""
+    fetches = loader.of_workers("fetch")
+    seconds = sum(event["collected"] for event in fetches)
+    if fetches and seconds >= SLOW_SHARE * sum(map(seconds_of, fetches)):
+        yield Cause(
+            "garbage-collection",
+            loader.hottest_line(*LOADING)[0] or loader.line,
+            f"Python's garbage collector takes {seconds / sum(map(seconds_of, fetches)):.0%} of the time, since the samples make many "
+            "objects: gc.freeze() in worker_init_fn, or before the loop without workers",
+        )
 
 
 def _starts(loader: Loader) -> Iterator[Cause]:

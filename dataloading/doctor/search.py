@@ -91,6 +91,8 @@ def in_words(setting: Setting) -> str:
     """A setting as it is written into the call of ``DataLoader``."""
     special = {
         "fetch_threads": f"threads: ThreadedFetch(dataset, {setting.get('fetch_threads')}) of dataloading/dataset/batches.py",
+        "gc_freeze": "in worker_init_fn: gc.freeze()",
+        "one_thread": "in worker_init_fn: torch.set_num_threads(1) and cv2.setNumThreads(0)",
         "whole_batches": "whole batches: sampler=BatchSampler(sampler, batch_size, drop_last), batch_size=None",
     }
     return ", ".join(special.get(name) or f"{name}={value!r}" for name, value in setting.items())
@@ -204,6 +206,9 @@ class Search:
             yield {**best, "persistent_workers": True}
             yield {**best, "prefetch_factor": 2 * best["prefetch_factor"]}
             yield {**best, "in_order": False}
+            yield {**best, "gc_freeze": True}
+            if facts["sets_threads"]:
+                yield {**best, "one_thread": True}
         else:  # workers may have lost by their starts alone
             yield {**self._workers(best, usable_cores()), "persistent_workers": True}
         if self._late():
@@ -213,9 +218,9 @@ class Search:
             yield {**self._workers(best, 0), "whole_batches": True}
 
     def _late(self) -> bool:
-        """Whether samples wait for something else than a core: so the turns without workers say."""
+        """Whether samples wait for something else than a core, as far as turns without workers tell."""
         turns = self._turns.get(str({"num_workers": 0}), [])
-        return not turns or sum(turn.busy_s for turn in turns) < (1 - LATE) * sum(sum(turn.waits) for turn in turns)
+        return sum(turn.busy_s for turn in turns) < (1 - LATE) * sum(sum(turn.waits) for turn in turns)
 
     def _workers(self, setting: Setting, number: int) -> Setting:
         """A setting with another number of workers, and the arguments that only workers have."""

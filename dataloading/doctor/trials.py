@@ -11,7 +11,7 @@ from dataloading.doctor.search import Search, Tried
 from dataloading.doctor.watch.settings import Setting, Twins, facts_of
 from dataloading.doctor.watch.turn import NoTurn, ScriptEnded, Turn, alone
 
-MOST_RESTARTS = 8  # of a script that ends before all was tried
+MOST_RESTARTS = 20  # of a script that ends before all was tried, as Lightning after the epochs that it was given
 
 
 def try_loader(loader: DataLoader[Any], seconds: float, place: str = "the loader") -> Tried:

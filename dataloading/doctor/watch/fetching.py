@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 import heapq
 import os
 import signal
@@ -23,6 +24,26 @@ SLOWEST = 3  # samples of each batch that are named
 LONG_S = 0.01  # of a sample, which is worth a look at how long it waited for a core
 
 
+class Collector:
+    """Python's garbage collector, which stops whoever makes objects until it has looked at old ones.
+
+    :ivar seconds: that it has taken so far
+    """
+
+    def __init__(self) -> None:
+        self.seconds = self._began = 0.0
+        gc.callbacks.append(self._notice)
+
+    def _notice(self, phase: str, _: Any) -> None:
+        if phase == "start":
+            self._began = time.monotonic()
+        else:
+            self.seconds += time.monotonic() - self._began
+
+
+collector = Collector()
+
+
 class Fetch:
     """The batch that is being fetched.
 
@@ -37,9 +58,9 @@ class Fetch:
         """The indices; whoever asks for the next has fetched the one before."""
         late, computed = sampler.late(), time.thread_time()
         for index in indices:
-            began = time.monotonic()
+            began, collected = time.monotonic(), collector.seconds
             yield index
-            seconds = time.monotonic() - began
+            seconds = time.monotonic() - began - (collector.seconds - collected)
             if seconds > LONG_S:  # it may have waited for a core that other programs used, as the sampler did
                 before, late, computed_before, computed = late, sampler.late(), computed, time.thread_time()
                 seconds -= min(seconds, max(0.0, late - before - (computed - computed_before)))
@@ -78,7 +99,7 @@ def fetch_next(original: Any, self: Any, indices: Any) -> Any:
 def _fetch(original: Any, self: Any, indices: Any, one_by_one: bool) -> Any:
     global _now
     _now = now = Fetch()
-    began = time.monotonic()
+    began, collected = time.monotonic(), collector.seconds
     fetched = original(self, now.one_by_one(indices) if one_by_one else indices)
     emit(
         "fetch",
@@ -86,6 +107,7 @@ def _fetch(original: Any, self: Any, indices: Any, one_by_one: bool) -> Any:
         began=began,
         ended=time.monotonic(),
         collate=now.collate,
+        collected=collector.seconds - collected,
         samples=len(indices) if hasattr(indices, "__len__") else 1,
         slowest=[
             (str(index), seconds) for seconds, index in heapq.nlargest(SLOWEST, now.samples, key=lambda one: one[0])

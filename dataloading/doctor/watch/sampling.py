@@ -19,7 +19,7 @@ from types import FrameType
 from .events import frames, is_own, line_of, path_of, watched
 
 INTERVAL_S = 0.005
-WRITE_S = 1.0  # between two writes
+WRITE_S = 0.25  # between two writes: a run of some seconds shows whether memory goes on to grow
 LOOK_SHARE = 0.01  # of the time, for looks at all pages of memory
 PAGE = os.sysconf("SC_PAGE_SIZE")
 FETCH = "torch.utils.data._utils.fetch"
@@ -46,6 +46,7 @@ class Sampler:
         self._private, self._look_at = 0, 0.0
         self._late, self._woke = 0.0, time.monotonic()
         self._thread: threading.Thread | None = None
+        self._tasks: set[int | None] = set()
         self._stop = threading.Event()
 
     def start(self) -> None:
@@ -53,6 +54,7 @@ class Sampler:
             self._stop.clear()
             self._thread = threading.Thread(target=self._run, name="loader-doctor", daemon=True)
             self._thread.start()
+            self._tasks.add(self._thread.native_id)
 
     def stop(self) -> None:
         """Let the thread end; it holds no lock afterwards."""
@@ -82,7 +84,7 @@ class Sampler:
         content = {
             "seconds": [[*place, seconds] for place, seconds in self.seconds.items()],
             "memory": self.memory,
-            "busy_threads": _busy_threads(),
+            "busy_threads": _busy_threads(self._tasks),
         }
         Path(path_of("profile.new")).write_text(json.dumps(content))
         os.replace(path_of("profile.new"), path_of("profile"))
@@ -122,15 +124,18 @@ def _private() -> int:
     return 0
 
 
-def _busy_threads() -> int:
-    """Threads that compute and are none of Python's, such as those of OpenMP and OpenCV."""
+def _busy_threads(ours: set[int | None]) -> int:
+    """Threads that compute and are none of Python's, such as those of OpenMP and OpenCV.
+
+    :param ours: a thread that has been joined may still be there
+    """
     ticks = {}
     with contextlib.suppress(OSError):
         for task in Path("/proc/self/task").iterdir():
             fields = (task / "stat").read_text().rpartition(")")[2].split()
             ticks[int(task.name)] = int(fields[11]) + int(fields[12])
     least = max(BUSY * ticks.get(os.getpid(), 0), 5)
-    python = {thread.native_id for thread in threading.enumerate()}
+    python = ours | {thread.native_id for thread in threading.enumerate()}
     return sum(count >= least for task, count in ticks.items() if task not in python)
 
 
@@ -152,6 +157,7 @@ def _after_fork() -> None:
 
 @atexit.register
 def _at_exit() -> None:
+    sampler.stop()  # while Python shuts down, a thread that still runs may abort the process
     if sampler.seconds and watched():
         sampler.finish()
 

@@ -1,15 +1,18 @@
 """A loader with other settings than those that it was made with, over the same data set, sampler and collate function.
 
-A setting is a dict: ``DataLoader``'s own arguments by their names, and two of our own: ``fetch_threads``, the threads that
-fetch the samples of a batch; ``whole_batches``, one call of the data set with all indices of a batch. (``FastLoader`` fills whole
+A setting is a dict: ``DataLoader``'s own arguments by their names, and four of our own: ``fetch_threads``, the threads that
+fetch the samples of a batch; ``gc_freeze``, after which a worker's garbage collector looks only at new objects; ``one_thread``, in
+which a worker computes; ``whole_batches``, one call of the data set with all indices of a batch. (``FastLoader`` fills whole
 batches of image files, so other data sets cannot use it.) It imports torch alone, since it also runs in the processes of
 somebody's script.
 """
 
 from __future__ import annotations
 
+import gc
 import itertools
 import multiprocessing
+import sys
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -45,7 +48,7 @@ def start_method(loader: DataLoader[Any]) -> str:
 def put_in(loader: DataLoader[Any], setting: Setting) -> None:
     """Change a loader's settings. An iterator that it has made before keeps the old ones."""
     values = vars(loader)  # DataLoader itself refuses to have some of them changed
-    own = {"fetch_threads", "whole_batches"}
+    own = {"fetch_threads", "gc_freeze", "one_thread", "whole_batches"}
     values.update({name: value for name, value in setting.items() if name not in own})
     values["_iterator"] = None
     if not loader.num_workers:
@@ -55,6 +58,8 @@ def put_in(loader: DataLoader[Any], setting: Setting) -> None:
         values["prefetch_factor"] = 2
     if threads := setting.get("fetch_threads"):
         values["dataset"] = ThreadedFetch(loader.dataset, threads)
+    if setting.get("gc_freeze") or setting.get("one_thread"):
+        values["worker_init_fn"] = WorkerInit(loader.worker_init_fn, setting)
     if setting.get("whole_batches"):
         values.update(
             sampler=loader.batch_sampler,
@@ -187,6 +192,23 @@ class ThreadedFetch:
             return list(pool.map(self.dataset.__getitem__, indices))
 
 
+class WorkerInit:
+    """A loader's own ``worker_init_fn``, and then what a setting asks for in each worker."""
+
+    def __init__(self, before: Callable[[int], object] | None, setting: Setting) -> None:
+        self.before, self.setting = before, setting
+
+    def __call__(self, worker: int) -> None:
+        if self.before:
+            self.before(worker)
+        if self.setting.get("one_thread"):
+            torch.set_num_threads(1)
+            if cv2 := sys.modules.get("cv2"):
+                cv2.setNumThreads(0)
+        if self.setting.get("gc_freeze"):
+            gc.freeze()
+
+
 def facts_of(loader: DataLoader[Any]) -> dict[str, Any]:
     """The facts of a loader that a search needs."""
     iterable = isinstance(loader.dataset, IterableDataset)
@@ -194,6 +216,8 @@ def facts_of(loader: DataLoader[Any]) -> dict[str, Any]:
         "present": present(loader),
         "length": length_of(loader),
         "iterable": iterable,
+        "sets_threads": loader.worker_init_fn is not None
+        or "cv2" in sys.modules,  # torch itself gives a worker one thread
         "threads": not iterable and loader.batch_sampler is not None and _one_by_one(loader.dataset),
         "whole_batches": not iterable and _gives_whole_batches(loader),
     }

@@ -49,7 +49,8 @@ def event(kind: str, began: float, ended: float, **fields: Any) -> Event:
 
 def worker(slot: int, hot: list[Any]) -> Process:
     fetches = [
-        event("fetch", float(n), n + 0.2, collate=0.01, samples=8, slowest=[(f"{slot}-{n}", 0.02)]) for n in range(20)
+        event("fetch", float(n), n + 0.2, collate=0.01, collected=0.0, samples=8, slowest=[(f"{slot}-{n}", 0.02)])
+        for n in range(20)
     ]
     return Process(slot, fetches, {"memory": [], "busy_threads": 0, "seconds": hot})
 
@@ -133,6 +134,13 @@ def test_batches_that_wait_are_no_growth(script: str) -> None:
     for batch in record.all("batch"):
         batch["bytes"] = 100 * MB
     assert names(record) == {}
+
+
+def test_garbage_collections_are_named_beside_the_line_that_is_slow(script: str) -> None:
+    record = loader(script)
+    for fetch in record.of_workers("fetch"):
+        fetch["collected"] = 0.1
+    assert names(record) == {"garbage-collection": 7, "slow-getitem": 7}
 
 
 def test_threads_of_workers_are_named_where_they_are_set(script: str) -> None:
