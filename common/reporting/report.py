@@ -107,8 +107,8 @@ def finish(
     else:  # the wrong ones first
         chosen = (shown.labels == predictions).byte().argsort(stable=True)[:SAMPLES_SHOWN]
         images, labels = shown.images[chosen].numpy(), shown.labels[chosen].tolist()
-        shown_title = f"{title}: samples of the test set, mistakes first, in red"
-        plot_samples(run_dir / "samples.png", images, labels, predictions[chosen].tolist(), data.classes, shown_title)
+        title += ": samples of the test set, mistakes first, in red"
+        plot_samples(run_dir / "samples.png", images, labels, predictions[chosen].tolist(), data.classes, title)
     times = "the times of training are lost: metrics.jsonl has no record of an epoch\n"
     if seconds:
         part = "" if len(recorded) == epochs else f" (in the {len(recorded)} epochs that metrics.jsonl has records of)"

@@ -164,12 +164,12 @@ def _slow(loader: Loader, cores: int) -> Iterator[Cause]:
 def _collections(loader: Loader) -> Iterator[Cause]:
     """Garbage collections, which look at all objects that a process inherits, torch's among them."""
     fetches = loader.of_workers("fetch")
-    seconds = sum(event["collected"] for event in fetches)
-    if fetches and seconds >= SLOW_SHARE * sum(map(seconds_of, fetches)):
+    share = sum(event["collected"] for event in fetches) / (sum(map(seconds_of, fetches)) or 1.0)
+    if share >= SLOW_SHARE:
         yield Cause(
             "garbage-collection",
             loader.hottest_line(*LOADING)[0] or loader.line,
-            f"Python's garbage collector takes {seconds / sum(map(seconds_of, fetches)):.0%} of the time, since the samples make many "
+            f"Python's garbage collector takes {share:.0%} of the time, since the samples make many "
             "objects: gc.freeze() in worker_init_fn, or before the loop without workers",
         )
 
@@ -180,12 +180,12 @@ def _starts(loader: Loader) -> Iterator[Cause]:
     lost = sum(starts) - len(starts) * mean(map(seconds_of, loader.of_workers("fetch")))
     if not facts["workers"] or lost < MATTERS * loader.loop_s:
         return
-    sizes = [event["pickled_bytes"] / facts["workers"] for event in loader.all("iterator") if event["pickled_bytes"]]
-    if sizes and max(sizes) > MEGABYTE:
+    pickled = max(event["pickled_bytes"] for event in loader.all("iterator")) / facts["workers"]
+    if pickled > MEGABYTE:
         yield Cause(
             "dataset-pickled",
             loader.line,
-            f"each worker gets {max(sizes) / MEGABYTE:.0f} MB pickled ({facts['method']}), and the first batch comes after "
+            f"each worker gets {pickled / MEGABYTE:.0f} MB pickled ({facts['method']}), and the first batch comes after "
             f"{mean(starts):.1f} s: keep in the data set only where its samples lie, and in arrays",
         )
     if len(starts) > 1:

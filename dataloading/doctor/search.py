@@ -207,8 +207,7 @@ class Search:
             yield {**best, "prefetch_factor": 2 * best["prefetch_factor"]}
             yield {**best, "in_order": False}
             yield {**best, "gc_freeze": True}
-            if facts["sets_threads"]:
-                yield {**best, "one_thread": True}
+            yield {**best, "one_thread": True}
         else:  # workers may have lost by their starts alone
             yield {**self._workers(best, usable_cores()), "persistent_workers": True}
         if self._late():

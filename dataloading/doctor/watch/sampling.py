@@ -46,7 +46,7 @@ class Sampler:
         self._private, self._look_at = 0, 0.0
         self._late, self._woke = 0.0, time.monotonic()
         self._thread: threading.Thread | None = None
-        self._tasks: set[int | None] = set()
+        self._task = 0  # the thread's number, also after its end
         self._stop = threading.Event()
 
     def start(self) -> None:
@@ -54,7 +54,7 @@ class Sampler:
             self._stop.clear()
             self._thread = threading.Thread(target=self._run, name="loader-doctor", daemon=True)
             self._thread.start()
-            self._tasks.add(self._thread.native_id)
+            self._task = self._thread.native_id or 0
 
     def stop(self) -> None:
         """Let the thread end; it holds no lock afterwards."""
@@ -84,7 +84,7 @@ class Sampler:
         content = {
             "seconds": [[*place, seconds] for place, seconds in self.seconds.items()],
             "memory": self.memory,
-            "busy_threads": _busy_threads(self._tasks),
+            "busy_threads": _busy_threads(self._task),
         }
         Path(path_of("profile.new")).write_text(json.dumps(content))
         os.replace(path_of("profile.new"), path_of("profile"))
@@ -124,10 +124,10 @@ def _private() -> int:
     return 0
 
 
-def _busy_threads(ours: set[int | None]) -> int:
+def _busy_threads(ours: int) -> int:
     """Threads that compute and are none of Python's, such as those of OpenMP and OpenCV.
 
-    :param ours: a thread that has been joined may still be there
+    :param ours: the sampler's own, which may still be there after it has been joined
     """
     ticks = {}
     with contextlib.suppress(OSError):
@@ -135,7 +135,7 @@ def _busy_threads(ours: set[int | None]) -> int:
             fields = (task / "stat").read_text().rpartition(")")[2].split()
             ticks[int(task.name)] = int(fields[11]) + int(fields[12])
     least = max(BUSY * ticks.get(os.getpid(), 0), 5)
-    python = ours | {thread.native_id for thread in threading.enumerate()}
+    python = {ours, *(thread.native_id for thread in threading.enumerate())}
     return sum(count >= least for task, count in ticks.items() if task not in python)
 
 

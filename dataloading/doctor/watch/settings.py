@@ -58,7 +58,7 @@ def put_in(loader: DataLoader[Any], setting: Setting) -> None:
         values["prefetch_factor"] = 2
     if threads := setting.get("fetch_threads"):
         values["dataset"] = ThreadedFetch(loader.dataset, threads)
-    if setting.get("gc_freeze") or setting.get("one_thread"):
+    if setting.keys() & {"gc_freeze", "one_thread"}:
         values["worker_init_fn"] = WorkerInit(loader.worker_init_fn, setting)
     if setting.get("whole_batches"):
         values.update(

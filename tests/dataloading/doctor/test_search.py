@@ -19,7 +19,6 @@ NO_WORKERS: Setting = {"num_workers": 0}
 FACTS = {
     "present": NO_WORKERS,
     "length": None,
-    "sets_threads": False,
     "threads": False,
     "whole_batches": False,
     "iterable": False,
