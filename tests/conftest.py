@@ -73,16 +73,8 @@ def _require_no_process(allowed: set[int]) -> None:
         gc.collect()  # a loader that the traceback of an error refers to
     _, alive = psutil.wait_procs(left, timeout=10)
     assert not alive, f"left running: {[process.cmdline() for process in alive]}"
-    others = [p for p in helpers if p.pid not in allowed and not _ends_by_itself(p)]
+    others = [p for p in helpers if p.pid not in allowed and not any("multiprocessing" in part for part in p.cmdline())]
     assert not others, f"left running: {[process.cmdline() for process in others]}"
-
-
-def _ends_by_itself(process: psutil.Process) -> bool:
-    """Whether a process is multiprocessing's own, or has ended meanwhile."""
-    try:
-        return any("multiprocessing" in part for part in process.cmdline())
-    except psutil.NoSuchProcess:
-        return True
 
 
 # They start many commands or jobs of ranks; the longest of each tier first.

@@ -168,7 +168,7 @@ def _collections(loader: Loader) -> Iterator[Cause]:
     if share >= SLOW_SHARE:
         yield Cause(
             "garbage-collection",
-            loader.hottest_line(*LOADING)[0] or loader.line,
+            loader.line,
             f"Python's garbage collector takes {share:.0%} of the time, since the samples make many "
             "objects: gc.freeze() in worker_init_fn, or before the loop without workers",
         )

@@ -171,6 +171,7 @@ def _before_fork() -> None:
         if thread is not threading.main_thread() and thread.name != "QueueFeederThread":
             own = [one for one in frames(stacks.get(thread.ident or 0)) if is_own(one.f_code.co_filename)]
             alive.append((thread.name, line_of(own[0] if own else None)))
+    stacks.clear()  # it has this very frame: a cycle, which would keep the loader and its workers
     if alive:
         emit("threads", loader=_starting, alive=alive)
 

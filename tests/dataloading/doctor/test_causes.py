@@ -134,7 +134,7 @@ def test_garbage_collections_are_named_beside_the_line_that_is_slow(script: str)
     record = loader(script)
     for fetch in record.of_workers("fetch"):
         fetch["collected"] = 0.1
-    assert names(record) == {"garbage-collection": 7, "slow-getitem": 7}
+    assert names(record) == {"garbage-collection": 20, "slow-getitem": 7}
 
 
 def test_threads_of_workers_are_named_where_they_are_set(script: str) -> None:
