@@ -133,7 +133,9 @@ def wrap_network(network: nn.Module, env: DistEnv, averaging: Averaging, precisi
     # DDP would broadcast rank 0's BatchNorm statistics in every step. train_epoch averages them once per epoch instead.
     # (Not set in the constructor: newer torch calls this argument forward_sync_buffers.)
     model.broadcast_buffers = False
-    average_by_hook(model, averaging, env)  # in shared memory (the default on one host), by another --all-reduce, or in bf16
+    average_by_hook(
+        model, averaging, env
+    )  # in shared memory (the default on one host), by another --all-reduce, or in bf16
     return model
 
 

@@ -144,11 +144,11 @@ def _coverage(base: Trace, other: Trace) -> Verdict | None:
         mine, yours = _identities(ours, theirs)
         repeated = mine.total() - len(mine) - yours.total() + len(yours)
         added, left_out = len(mine - yours), len(set(yours) - set(mine))
-        if repeated >= slack or (left_out >= slack > len(set(mine) - set(yours))):
+        if slack and (repeated >= slack or (left_out >= slack > len(set(mine) - set(yours)))):
             counts = (f"{some.total()} samples, {len(some)} of them different" for some in (mine, yours))
             text = f"epoch {number} has {next(counts)}; on {_ranks(other)} it has {next(counts)}"
             return Verdict(text, DIVIDE, ours[0].begin, samples=False)
-        if max(added, left_out) >= slack:
+        if max(added, left_out) >= slack:  # also if no sample is known
             return None
         found = Verdict("", samples=True)
     return found

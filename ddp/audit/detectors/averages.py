@@ -80,7 +80,8 @@ def _of_step(trace: Trace, steps: list[Step], own: set[str]) -> Findings:
     if why_not(steps):
         return
     shared = _shared(steps) - own
-    wrong = {number: name for number in steps[0].own if number in shared and (name := _explain(number, steps))}
+    names = {number: _explain(number, steps) for number in steps[0].own if number in shared}
+    wrong = {number: name for number, name in names.items() if name}
     for name, _ in Counter(wrong.values()).most_common(1):
         of_terms = sum(loss.weight * loss.terms / step.scale for step in steps for loss in step.losses)
         # The script may divide the loss and not the gradients, or the other way round: together they are right.
@@ -88,7 +89,8 @@ def _of_step(trace: Trace, steps: list[Step], own: set[str]) -> Findings:
             return
         number = next(number for number in wrong if wrong[number] == name)
         yield _finding(name, trace, steps[0], f"{trace.names.get(number, number)} and {len(wrong) - 1} more")
-    if not wrong and _loses_a_batch(steps[0]):
+    # Where ``.grad`` is not what the last passes gave, the script may keep sums elsewhere, as in ``main_grad``.
+    if not wrong and "" in names.values() and _loses_a_batch(steps[0]):
         yield _finding(LAST, trace, steps[0], f"{len(steps[0].passes)} of {len(steps[0].all(Backward))} are left")
 
 
@@ -140,7 +142,7 @@ def factor_of(steps: list[Step]) -> float:
 
 
 def _explain(number: str, steps: list[Step]) -> str | None:
-    """The name of the error in a parameter's gradient; None if there is none, or if that cannot be told."""
+    """The name of the error in a parameter's gradient; empty if there is none, None if that cannot be told."""
     ranks = len(steps)
     got = [value for step in steps if (value := unscaled(number, step))]
     probes = np.array([[one.get(number, NO_GRADIENT) for one in step.computed] for step in steps])
@@ -156,7 +158,7 @@ def _explain(number: str, steps: list[Step]) -> str | None:
         return np.allclose(one, other, rtol=0.0, atol=TOLERANCE * passes * norms.max())
 
     if equal(got, average):
-        return None
+        return ""
     if equal(got, totals) or (equal(got, totals + left) and not equal(totals[0], totals[-1])):
         return LOCAL
     if equal(got, average * ranks):

@@ -15,7 +15,7 @@ from operator import attrgetter
 from ddp.audit.detectors.averages import factor_of
 from ddp.audit.finding import Finding, Findings
 from ddp.audit.trace import Step, Trace
-from ddp.audit.watch.event_types import Loss, PutBack
+from ddp.audit.watch.event_types import Backward, Loss, PutBack
 
 equal = functools.partial(math.isclose, rel_tol=1e-3)
 SLIGHT = 0.05  # weights that differ by less, as with a few ignored labels, are a hint
@@ -118,7 +118,8 @@ def _of_step(steps: list[Step]) -> Findings:
             of_least,
             f"the loss is not divided by the {passes} micro-batches of a step: the weights of all terms sum to {least:.3g} and not to 1",
         )
-    elif ranks > 1 and equal(together, 1 / ranks):
+    # If gradients of other passes were cleared, their sums may be kept elsewhere.
+    elif ranks > 1 and equal(together, 1 / ranks) and steps[0].passes == steps[0].all(Backward):
         yield Finding(
             "loss-divided-by-ranks",
             of_least,

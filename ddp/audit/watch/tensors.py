@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -101,7 +101,11 @@ def walk(value: Any, *path: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
     yield path, value
     if len(path) < DEPTH:
         items = (
-            value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, (list, tuple)) else ()
+            value.items()
+            if isinstance(value, Mapping)
+            else enumerate(value)
+            if isinstance(value, (list, tuple))
+            else ()
         )
         for key, below in items:
             yield from walk(below, *path, key)

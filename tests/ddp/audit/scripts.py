@@ -133,6 +133,23 @@ for _ in range(4):
         dist.all_reduce(parameter.grad)
     optimizer.step()
     optimizer.zero_grad()
+
+torch.manual_seed(0)
+network = torch.nn.Linear(8, 2)  # sums of micro-batches are kept outside of .grad, as by Megatron
+optimizer = torch.optim.SGD(network.parameters(), lr=0.01)
+torch.manual_seed(1 + dist.get_rank())
+for _ in range(4):
+    sums = [torch.zeros_like(parameter) for parameter in network.parameters()]
+    for _ in range(2):
+        (loss(network) / 2).backward()
+        for total, parameter in zip(sums, network.parameters()):
+            total += parameter.grad
+            parameter.grad = None
+    for total, parameter in zip(sums, network.parameters()):
+        dist.all_reduce(total)
+        parameter.grad = total / dist.get_world_size()
+    optimizer.step()
+    optimizer.zero_grad()
 del model
 dist.destroy_process_group()
 """
