@@ -74,8 +74,8 @@ def _always(loader: Loader) -> Iterator[Cause]:
                 f"reference: keep {name}, a {kind}, in numpy arrays or tensors",
             )
     growing = max(workers, key=lambda worker: worker.growth(RESIDENT), default=None)
-    held = (facts["prefetch"] + 1) * loader.bytes_per_batch()  # batches that a worker may have in memory at once
-    if growing and _grows(growing, GROWS + held):
+    # A worker may have so many batches in memory at once.
+    if growing and _grows(growing, GROWS + (facts["prefetch"] + 1) * loader.bytes_per_batch()):
         yield Cause(
             "growing-workers",
             first_line(KEEPS, _files(loader)) or loader.hottest_line(*LOADING)[0] or loader.line,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import faulthandler
 import gc
-import heapq
 import os
 import signal
 import time
@@ -21,7 +20,7 @@ from .events import emit, file_of, replace
 from .sampling import sampler
 
 SLOWEST = 3  # samples of each batch that are named
-LONG_S = 0.01  # of a sample, which is worth a look at how long it waited for a core
+LONG_S = 0.01  # of a sample, which is worth a look at how long it waited
 
 
 class Collector:
@@ -44,27 +43,35 @@ class Collector:
 collector = Collector()
 
 
+def _excused() -> float:
+    """Seconds so far in which a sample could not be worked on: other programs used the cores, as the sampler noticed, or garbage was
+    collected."""
+    return sampler.late() - time.thread_time() + collector.seconds
+
+
 class Fetch:
     """The batch that is being fetched.
 
-    :ivar samples: the seconds and the index of each sample that was fetched alone
+    :ivar slowest: the seconds and the index of the slowest samples that were fetched alone
     """
 
     def __init__(self) -> None:
-        self.samples: list[tuple[float, Any]] = []
+        self.slowest: list[tuple[float, Any]] = SLOWEST * [(-1.0, None)]
         self.collate = 0.0
 
     def one_by_one(self, indices: Any) -> Iterator[Any]:
-        """The indices; whoever asks for the next has fetched the one before."""
-        late, computed = sampler.late(), time.thread_time()
+        """The indices; whoever asks for the next has fetched the one before. A sample may take a microsecond, so this takes less."""
+        began, excused = time.monotonic(), _excused()
         for index in indices:
-            began, collected = time.monotonic(), collector.seconds
             yield index
-            seconds = time.monotonic() - began - (collector.seconds - collected)
-            if seconds > LONG_S:  # it may have waited for a core that other programs used, as the sampler did
-                before, late, computed_before, computed = late, sampler.late(), computed, time.thread_time()
-                seconds -= min(seconds, max(0.0, late - before - (computed - computed_before)))
-            self.samples.append((seconds, index))
+            ended = time.monotonic()
+            seconds = ended - began
+            began = ended
+            if seconds > LONG_S:
+                before, excused = excused, _excused()
+                seconds -= min(seconds, max(0.0, excused - before))
+            if seconds > self.slowest[-1][0]:
+                self.slowest = sorted([*self.slowest[:-1], (seconds, index)], key=lambda one: -one[0])
 
 
 _now = Fetch()
@@ -109,9 +116,7 @@ def _fetch(original: Any, self: Any, indices: Any, one_by_one: bool) -> Any:
         collate=now.collate,
         collected=collector.seconds - collected,
         samples=len(indices) if hasattr(indices, "__len__") else 1,
-        slowest=[
-            (str(index), seconds) for seconds, index in heapq.nlargest(SLOWEST, now.samples, key=lambda one: one[0])
-        ],
+        slowest=[(str(index), seconds) for seconds, index in now.slowest if seconds >= 0.0],
     )
     return fetched
 

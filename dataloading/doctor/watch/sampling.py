@@ -93,8 +93,9 @@ class Sampler:
         main, written = threading.main_thread().ident or 0, 0.0
         self._woke = time.monotonic()
         while not self._stop.wait(INTERVAL_S) and watched():
-            frame, now = sys._current_frames().get(main), time.monotonic()
-            if place := _place(frame):
+            # No name for the frame: while the thread waits, it would keep what the script's functions have let go.
+            place, now = _place(sys._current_frames().get(main)), time.monotonic()
+            if place:
                 self.seconds[(self.loader, *place)] += now - self._woke
             self._late, self._woke = self.late(), now
             if now - written > WRITE_S:

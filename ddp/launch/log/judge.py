@@ -185,11 +185,10 @@ def _signal(evidence: Evidence) -> Verdict | None:
 
 def _cancelled(evidence: Evidence) -> Verdict | None:
     """SLURM's word that it ended the step, without the reason."""
-    if not evidence.facts["cancelled"]:
-        return None
-    line, _ = evidence.facts["cancelled"][0]
-    cause = "the step was cancelled: by scancel, or by srun after a task ended"
-    return Verdict(cause, certain=False, notes=(line.text.strip(),), message="exitcode: -15")
+    for line, _ in evidence.facts["cancelled"][:1]:
+        cause = "the step was cancelled: by scancel, or by srun after a task ended"
+        return Verdict(cause, certain=False, notes=(line.text.strip(),), message="exitcode: -15")
+    return None
 
 
 def _watchdog(evidence: Evidence) -> Verdict | None:
