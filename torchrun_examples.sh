@@ -21,7 +21,7 @@ example() {
 
 example one-process 'no torchrun: the same code as a group of one' - \
     'python -m ddp.train FLAGS'
-example two-processes 'one node, two ranks: gradients averaged over gloo (or NCCL where there are GPUs for both)' - \
+example two-processes 'one node, two ranks: gradients averaged in shared memory (or by NCCL where there are GPUs for both)' - \
     'torchrun --nproc_per_node=2 -m ddp.train FLAGS'
 example accumulation 'four micro-steps per optimizer step; gradients cross the network once' - \
     'torchrun --nproc_per_node=2 -m ddp.train --grad-accumulation-steps 4 FLAGS'

@@ -182,7 +182,8 @@ def train_step(job: Job, batches: Iterator[Batch]) -> None:
                 reports = job.guard.report(losses)  # this rank's flags; after summing.wait() below, the sum
                 summing = dist.all_reduce(reports, async_op=True)
             # We want the mean over the global batch. Images: all micro-batches are equally large, so divide by their number per rank
-            # here; DDP divides by the number of ranks. Text: lines differ in length, so weigh_text divides by this micro-batch's share.
+            # here; DDP divides by the number of ranks. Text: lines differ in length, so weigh_text multiplies by the number of ranks times
+            # this micro-batch's share.
             loss = job.weigh_text(loss, labels) if job.data.is_text else loss / config.grad_accumulation_steps
             scaler.scale(loss).backward()
     summing.wait()  # gloo: usually done by now. NCCL: the GPU waits, Python does not

@@ -5,7 +5,7 @@
 
 Sweeps the batch size, for inference and for a training step: the plain module, ``nn.DataParallel`` on GPUs, and its four steps by hand
 (dataparallel/parallel.py), with the time of each. All variants take turns within one run. (One process per device is compared by
-``python -m ddp.bench strategies``.)
+``python -m ddp.bench scaling``.)
 """
 
 from __future__ import annotations
