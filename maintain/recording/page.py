@@ -15,7 +15,7 @@ from maintain.recording.scenes import Scene
 
 
 def write_page(path: Path, scene: Scene, runs: Sequence[Recording], checksum: str) -> None:
-    """Write the page of one run, or of two, through which the reader steps at once.
+    """Write the page of one run, or of two that are scrubbed in step.
 
     :param runs: one of each variant of the scene
     :param checksum: of the code that the recording shows
