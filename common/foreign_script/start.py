@@ -6,7 +6,7 @@ import ast
 import contextlib
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from common.errors import UsageError
@@ -16,7 +16,13 @@ AGENTS = Path(__file__).parent / "agents.py"
 STAND_IN = Path(__file__).parent / "stand_in" / "__init__.py"
 DEVICES = ("auto", "cpu", "gpu")
 STARTS = ("auto", "torchrun", "python")
-STARTS_ITSELF = ("mp.spawn(", "multiprocessing.spawn(", "start_processes(", "notebook_launcher(")
+STARTS_ITSELF = (
+    "mp.spawn(",
+    "multiprocessing.spawn(",
+    "start_processes(",
+    "notebook_launcher(",
+    "Popen([str(sys.executable)",
+)
 OF_TORCHRUN = ("LOCAL_RANK", "local_rank", "local-rank", "init_process_group(", "init_device_mesh(")
 LOCAL_RANK_FLAGS = ("--local_rank", "--local-rank")  # by which torch.distributed.launch told a script its local rank
 
@@ -25,14 +31,14 @@ WANTS_TORCHRUN = re.compile(r"environment variable \w+ expected, but not set")  
 
 def starts_itself(arguments: Sequence[str]) -> bool:
     """Whether a script starts its own ranks, in its own file or in a module beside it."""
-    text = "\n".join(_own_code(arguments))
+    text = _own_code(arguments)
     by_processes = "Process(" in text and "init_process_group" in text and "LOCAL_RANK" not in text
     return by_processes or any(call in text for call in STARTS_ITSELF)
 
 
 def wants_torchrun(arguments: Sequence[str]) -> bool:
     """Whether a script expects to be started by torchrun, also on one rank."""
-    text = "\n".join(_own_code(arguments))
+    text = _own_code(arguments)
     return any(word in text for word in OF_TORCHRUN) and not starts_itself(arguments)
 
 
@@ -46,23 +52,22 @@ def require_script(script: Sequence[str], command: str) -> None:
         raise UsageError(f"{script[0]}: there is no such script")
 
 
-def _own_code(arguments: Sequence[str]) -> Iterator[str]:
+def _own_code(arguments: Sequence[str]) -> str:
     """The text of a script or a module, and of the modules that it imports from its folder, or from the working directory."""
     main = Path(arguments[0]).absolute()
     folder = main.parent
     if arguments[0] == "-m":
         module = folder.joinpath(*arguments[1].split("."))
         main = module.with_suffix(".py") if module.with_suffix(".py").is_file() else module / "__main__.py"
-    todo, seen = [main], set[Path]()
+    todo, texts = [main], dict[Path, str]()
     while todo:
         path = todo.pop()
-        if path in seen:
+        if path in texts:
             continue
-        seen.add(path)
+        texts[path] = ""
         with contextlib.suppress(OSError, UnicodeDecodeError, SyntaxError):
-            text = path.read_text()
-            yield text
-            for node in ast.walk(ast.parse(text)):
+            texts[path] = path.read_text()
+            for node in ast.walk(ast.parse(texts[path])):
                 names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
                 if isinstance(node, ast.ImportFrom):  # of a relative one without a name, the package
                     within = f"{node.module}." if node.module else ""
@@ -71,6 +76,7 @@ def _own_code(arguments: Sequence[str]) -> Iterator[str]:
                 for name in names:
                     module = (path.parents[level - 1] if level else folder).joinpath(*name.split("."))
                     todo += [module.with_suffix(".py"), module / "__init__.py"]
+    return "\n".join(texts.values())
 
 
 def device_for(device: str, ranks: int) -> str:
@@ -95,9 +101,9 @@ def environment_for(
         environment["STAND_IN_GPUS"] = str(ranks)
     if device == "stand-in" and sync_batchnorm:
         environment["STAND_IN_SYNC_BATCHNORM"] = os.fspath(sync_batchnorm)
-    own, name = next(_own_code(arguments), ""), arguments[1] if arguments[0] == "-m" else arguments[0]
+    own, name = _own_code(arguments), arguments[1] if arguments[0] == "-m" else arguments[0]
     for flag in LOCAL_RANK_FLAGS:
-        if f'"{flag}"' in own or f"'{flag}'" in own:
+        if re.search(rf"\(\s*['\"]{flag}['\"]", own):  # the first argument of a call, such as add_argument
             environment[LOCAL_RANK_VARIABLE] = f"{flag}{os.pathsep}{name}"
     return environment
 

@@ -22,13 +22,14 @@ _nccl = set[Any]()  # the groups that were asked for NCCL, by id; None is the de
 
 
 def replace_in_both(*names: str) -> Callable[[Substitute], Substitute]:
-    """Take the place of functions that are in ``torch.distributed`` and in the module that defines them."""
+    """Take the place of functions that are in ``torch.distributed``, in the module that defines them, and where meshes are made."""
 
     def decorate(substitute: Substitute) -> Substitute:
         for name in names:
             replace(c10d, name)(substitute)
-            if hasattr(c10d, name):
-                setattr(dist, name, getattr(c10d, name))
+            for module in (dist, device_mesh):
+                if hasattr(module, name):
+                    setattr(module, name, getattr(c10d, name))
         return substitute
 
     return decorate

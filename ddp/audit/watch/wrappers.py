@@ -46,6 +46,7 @@ _RANDOM = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._BatchNorm)
 
 @watch(dist.distributed_c10d, "init_process_group")
 @watch(dist, "init_process_group")
+@watch(dist.device_mesh, "init_process_group")
 def init_process_group(call: Call) -> Look:
     yield
     rank = dist.get_rank()

@@ -158,7 +158,7 @@ dist.destroy_process_group()
 JOINS = (
     GROUP
     + """
-dist.init_process_group("gloo")
+dist.device_mesh.init_device_mesh("cpu", (2,))  # it makes the group by a name of its own
 model = DistributedDataParallel(torch.nn.Linear(8, 2))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 torch.manual_seed(1 + dist.get_rank())
