@@ -140,7 +140,9 @@ _FUNCTIONS: dict[str, Any] = {
     "get_device_capability": _always(CAPABILITY),
     "get_device_properties": properties,
     **dict.fromkeys(("init", "synchronize", "empty_cache", "ipc_collect", "set_stream", "_lazy_init"), _nothing),
-    "set_per_process_memory_fraction": _nothing,
+    **dict.fromkeys(
+        ("set_per_process_memory_fraction", "reset_peak_memory_stats", "reset_max_memory_allocated"), _nothing
+    ),
     "Stream": Stream,
     "Event": Event,
     **dict.fromkeys(("stream", "StreamContext"), _block),
@@ -149,7 +151,6 @@ _FUNCTIONS: dict[str, Any] = {
     "memory_stats": lambda device=None: defaultdict(int),
     "memory_summary": _always(""),
     **{f"{begin}memory_{end}": _always(0) for begin in ("", "max_") for end in ("allocated", "reserved", "cached")},
-    **dict.fromkeys(("reset_peak_memory_stats", "reset_max_memory_allocated"), _nothing),
     **dict.fromkeys(("manual_seed", "manual_seed_all", "seed", "seed_all"), randomness.seed),
     "get_rng_state": randomness.get_state,
     "get_rng_state_all": lambda: [randomness.get_state()] * COUNT,

@@ -44,16 +44,22 @@ def cuda(original: Any, self: Tensor, device: Any = None, non_blocking: bool = F
 
 @replace(Tensor, "cpu")
 def cpu(original: Any, self: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """A copy, as from a GPU."""
     moved = original(self, *args, **kwargs)
     return self.clone() if moved is self else moved
+
+
+@replace(Tensor, "numpy")
+def numpy(original: Any, self: Tensor, **kwargs: Any) -> Any:
+    """Where autocast in fp16 runs in bf16, NumPy gets fp16: it has no bf16."""
+    return original(self.half() if self.dtype == torch.bfloat16 else self, **kwargs)
 
 
 @replace(Tensor, "to")
 def to(original: Any, self: Tensor, *args: Any, **kwargs: Any) -> Any:
     device = args[0] if args else kwargs.get("device")
     if device == "cpu":  # not the device of another tensor, which may be on the stand-in
-        moved = original(self, *args, **kwargs)
-        return self.clone() if moved is self else moved
+        return cpu(original, self, *args, **kwargs)
     if not is_gpu(device):
         return original(self, *args, **kwargs)
     if args:
@@ -110,9 +116,7 @@ def pin_memory(original: Any, self: Tensor, *args: Any) -> Tensor:
     return self.clone()
 
 
-@replace(Tensor, "record_stream")
-def record_stream(original: Any, self: Tensor, stream: Any) -> None:
-    """Memory is not freed while a stream uses it; there is none."""
+replace(Tensor, "record_stream")(lambda *args: None)
 
 
 _is_cuda: Any = Tensor.is_cuda

@@ -165,6 +165,7 @@ def precision() -> None:
     assert scaler.is_enabled()
     with torch.autocast("cuda", dtype=torch.float16):
         loss = F.mse_loss(model(torch.ones(2, 4, device="cuda")), torch.zeros(2, 4, device="cuda"))
+    torch.ones(1, dtype=torch.bfloat16).numpy()  # in the place of fp16
     scaler.scale(loss).backward()
     assert model.weight.grad.abs().max() > 100  # scaled by 65,536
     scaler.unscale_(optimizer)
