@@ -97,9 +97,9 @@ class Event:
 
 
 @contextlib.contextmanager
-def _block(value: Any = None, *args: Any) -> Iterator[Any]:
+def _block(stream: Any = None, *args: Any) -> Iterator[Any]:
     """A block that changes nothing."""
-    yield value
+    yield stream
 
 
 class device:
