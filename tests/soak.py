@@ -271,8 +271,8 @@ def strike(run: LaunchedRun, fault: Fault, seconds: float) -> dict[str, Any] | N
         victim = "rank 0" if int(fault.at * SAVES) % 2 else "everything"
     else:
         run.until(lambda: time.monotonic() - began >= fault.at * seconds)
-    victims = VICTIMS[victim](run)
-    if run.is_over() or not victims:
+    victims = [] if run.is_over() else VICTIMS[victim](run)
+    if not victims:
         return None
     in_a_save = bool(run.saves())
     kill(victims)
