@@ -16,12 +16,8 @@ AGENTS = Path(__file__).parent / "agents.py"
 STAND_IN = Path(__file__).parent / "stand_in" / "__init__.py"
 DEVICES = ("auto", "cpu", "gpu")
 STARTS = ("auto", "torchrun", "python")
-STARTS_ITSELF = (
-    "mp.spawn(",
-    "multiprocessing.spawn(",
-    "start_processes(",
-    "notebook_launcher(",
-    "Popen([str(sys.executable)",
+STARTS_ITSELF = re.compile(
+    r"(?:mp|multiprocessing)\.spawn\(|start_processes\(|notebook_launcher\(|Popen\(\s*\[\s*(?:str\()?sys\.executable"
 )
 OF_TORCHRUN = ("LOCAL_RANK", "local_rank", "local-rank", "init_process_group(", "init_device_mesh(")
 LOCAL_RANK_FLAGS = ("--local_rank", "--local-rank")  # by which torch.distributed.launch told a script its local rank
@@ -33,7 +29,7 @@ def starts_itself(arguments: Sequence[str]) -> bool:
     """Whether a script starts its own ranks, in its own file or in a module beside it."""
     text = _own_code(arguments)
     by_processes = "Process(" in text and "init_process_group" in text and "LOCAL_RANK" not in text
-    return by_processes or any(call in text for call in STARTS_ITSELF)
+    return by_processes or STARTS_ITSELF.search(text) is not None
 
 
 def wants_torchrun(arguments: Sequence[str]) -> bool:

@@ -21,7 +21,7 @@ from .replacing import CPU, Substitute, called_by_torch, replace
 _nccl = set[Any]()  # the groups that were asked for NCCL, by id; None is the default group
 
 
-def replace_in_both(*names: str) -> Callable[[Substitute], Substitute]:
+def replace_everywhere(*names: str) -> Callable[[Substitute], Substitute]:
     """Take the place of functions that are in ``torch.distributed``, in the module that defines them, and where meshes are made."""
 
     def decorate(substitute: Substitute) -> Substitute:
@@ -39,7 +39,7 @@ def _arguments(function: Any, args: Any, kwargs: Any) -> dict[str, Any]:
     return dict(inspect.signature(function).bind(*args, **kwargs).arguments)
 
 
-@replace_in_both("init_process_group", "new_group")
+@replace_everywhere("init_process_group", "new_group")
 def make_group(original: Any, *args: Any, **kwargs: Any) -> Any:
     given = _arguments(original, args, kwargs)
     asked = given.pop("backend", None)
@@ -59,10 +59,10 @@ def get_backend(original: Any, group: Any = None) -> Any:
     return original(group) if called_by_torch() or asked not in _nccl else "nccl"
 
 
-replace_in_both("is_nccl_available")(lambda original: True)
+replace_everywhere("is_nccl_available")(lambda original: True)
 
 
-@replace_in_both("barrier", "monitored_barrier")
+@replace_everywhere("barrier", "monitored_barrier")
 def barrier(original: Any, *args: Any, **kwargs: Any) -> Any:
     kwargs.pop("device_ids", None)
     return original(*args, **kwargs)
@@ -84,7 +84,7 @@ class _Divided:
         return getattr(self._work, name)
 
 
-@replace_in_both(
+@replace_everywhere(
     "all_reduce", "reduce", "reduce_scatter", "reduce_scatter_single", "reduce_scatter_tensor", "_reduce_scatter_base"
 )
 def reduce(original: Any, *args: Any, **kwargs: Any) -> Any:
@@ -101,7 +101,7 @@ def reduce(original: Any, *args: Any, **kwargs: Any) -> Any:
     return work
 
 
-@replace_in_both(
+@replace_everywhere(
     "all_gather", "all_gather_single", "all_gather_into_tensor", "_all_gather_base", "all_gather_coalesced"
 )
 def all_gather(original: Any, output: Any, input: Any, *args: Any, **kwargs: Any) -> Any:
