@@ -216,8 +216,6 @@ def facts_of(loader: DataLoader[Any]) -> dict[str, Any]:
         "present": present(loader),
         "length": length_of(loader),
         "iterable": iterable,
-        "sets_threads": loader.worker_init_fn is not None
-        or "cv2" in sys.modules,  # torch itself gives a worker one thread
         "threads": not iterable and loader.batch_sampler is not None and _one_by_one(loader.dataset),
         "whole_batches": not iterable and _gives_whole_batches(loader),
     }
