@@ -141,14 +141,16 @@ def _coverage(base: Trace, other: Trace) -> Verdict | None:
     found = None
     for number, (ours, theirs) in enumerate(zip(base.epochs(train=True), other.epochs(train=True), strict=False)):
         slack = sum(max(len(batch.rows) for batch in epoch.batches) for epoch in ours)  # padded, or dropped, at the end
+        if not slack:
+            return None  # no sample is known
         mine, yours = _identities(ours, theirs)
         repeated = mine.total() - len(mine) - yours.total() + len(yours)
         added, left_out = len(mine - yours), len(set(yours) - set(mine))
-        if slack and (repeated >= slack or (left_out >= slack > len(set(mine) - set(yours)))):
+        if repeated >= slack or (left_out >= slack > len(set(mine) - set(yours))):
             counts = (f"{some.total()} samples, {len(some)} of them different" for some in (mine, yours))
             text = f"epoch {number} has {next(counts)}; on {_ranks(other)} it has {next(counts)}"
             return Verdict(text, DIVIDE, ours[0].begin, samples=False)
-        if max(added, left_out) >= slack:  # also if no sample is known
+        if max(added, left_out) >= slack:
             return None
         found = Verdict("", samples=True)
     return found
