@@ -7,7 +7,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from ddp.audit.vary import KINDS, RUN, Plan, Variation, plan, second, third, var
 from ddp.audit.watch.event_types import LoaderBegins
 
 OUTPUT_LINES = 20  # of a variation that fails
+START_S = 60.0  # a generous time for imports, and for a run whose first one was short
 
 
 @dataclass(frozen=True)
@@ -166,7 +167,9 @@ def _vary(
 
     :param suspicions: also those that the user ignores, since the runs show their effects
     """
-    again = functools.partial(_run_again, config)
+    # A script that waits for ranks that are not there need not do so for the whole time.
+    limit = min(config.timeout, START_S + 2 * config.ranks * report.outcome.seconds)
+    again = functools.partial(_run_again, replace(config, timeout=limit))
     known = any(finding.is_wrong for finding in (*report.findings, *report.ignored))
 
     def tell(variation: Variation) -> None:
@@ -224,22 +227,20 @@ def _run(
 ) -> tuple[Trace, Outcome]:
     """Run the script with this folder of the run, and read what its ranks have written down."""
     arguments = [argument.replace(RUN, os.fspath(folder)) for argument in script]
+    device = start.device_for(config.device, max(ranks, config.ranks))  # the same in all runs, if it can be
     with tempfile.TemporaryDirectory(prefix="ddp-audit-") as name:
         events = Path(name)
-        outcome = launch.run(
-            arguments,
-            ranks,
-            events,
-            timeout=config.timeout,
-            quick=config.quick,
-            device=start.device_for(config.device, max(ranks, config.ranks)),  # the same in all runs, if it can be
-            start=config.start,
-            nodes=config.nodes if ranks % config.nodes == 0 else 1,
-            kill_at=kill_at,
-            batches=batches,
-            output=output,
-        )
-        return read(events), outcome
+        environment = launch.environment(device, ranks, arguments, launch.WATCH) | {
+            "DDP_AUDIT_DIRECTORY": name,
+            "DDP_AUDIT_QUICK": "1" if config.quick else "",
+            "DDP_AUDIT_KILL_AT": str(kill_at or 0),
+            "DDP_AUDIT_BATCHES": batches,
+        }
+        if batches and "OMP_NUM_THREADS" not in os.environ:
+            environment["OMP_NUM_THREADS"] = str(config.ranks)  # the cores of all ranks
+        nodes = config.nodes if ranks % config.nodes == 0 else 1
+        outcome = start.run_ranks(arguments, ranks, config.start, environment, config.timeout, events, output, nodes)
+        return read(events, ranks), outcome
 
 
 def _run_again(

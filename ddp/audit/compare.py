@@ -12,7 +12,7 @@ import functools
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from common.errors import UsageError
@@ -173,15 +173,16 @@ def _steps(
     autocast = max((float(event.eps) for event in base.ranks[0].all(Autocast)), default=0.0)
     terms = sum(event.terms for step in ours[0] for event in step.all(Loss))
     first = max(SAFETY * (autocast + EPS * math.sqrt(terms or 1)), 0.0 if is_asked else UNASKED)
+    rows_of = _rows if other.ranks[0].all(Forward) else _loaded  # on one rank a script may wrap no model
     largest = size = 0.0
     for number, (mine, yours) in enumerate(zip(ours, theirs, strict=False)):
         at, event = f"step {mine[0].number}", mine[0].before
-        samples, others = _samples(base, mine), _samples(other, yours)
-        numbers = _numbers(base, mine)
-        if samples != others and (is_asked or not numbers or numbers != _numbers(other, yours)):
+        samples, others = _counted(base, mine, rows_of), _counted(other, yours, rows_of)
+        numbers = _counted(base, mine, _numbers)
+        if samples != others and (is_asked or not numbers or numbers != _counted(other, yours, _numbers)):
             if not is_asked:
                 return Verdict("the batches come in another order, so numbers are not compared", samples=None)
-            count = f"{others.total()} instead of {samples.total()}, of which {(others & samples).total()} are the same"
+            count = f"{others.total()}, of which {(others & samples).total()} are among the {samples.total()} of {_ranks(base)}"
             return Verdict(f"{at} takes other samples: {count}", DIVIDE, event, samples=False)
         if samples != others:
             unknown = unknown or "samples are augmented with random numbers"
@@ -308,20 +309,12 @@ def _distance(mine: Sequence[Step], yours: Sequence[Step], base: Trace) -> tuple
     return *max(found), max(sizes), same[0] if same and ratio != 1 else 0.0
 
 
-def _samples(trace: Trace, steps: Sequence[Step]) -> Counter[int]:
-    """How often each sample is in the global batch of a step."""
-    return Counter(row for rank, step in zip(trace.ranks, steps, strict=True) for row in _rows(rank, step))
+def _counted(trace: Trace, steps: Sequence[Step], of: Callable[[RankTrace, Step], list[int]]) -> Counter[int]:
+    """How often each sample is in the global batch of a step.
 
-
-def _numbers(trace: Trace, steps: Sequence[Step]) -> Counter[int]:
-    """How often the number of each sample is in the global batch of a step."""
-    batches = (batch for rank, step in zip(trace.ranks, steps, strict=True) for batch in _training(rank, step))
-    return Counter(number for batch in batches for number in batch.indices or ())
-
-
-def _training(trace: RankTrace, step: Step) -> Iterable[Batch]:
-    """The batches of a step that come from a loader for training."""
-    return [batch for batch in step.all(Batch) if batch.iterator in trace.training_iterators]
+    :param of: gives the numbers that stand for the samples in a rank's part of it
+    """
+    return Counter(number for rank, step in zip(trace.ranks, steps, strict=True) for number in of(rank, step))
 
 
 def _rows(trace: RankTrace, step: Step) -> list[int]:
@@ -336,7 +329,21 @@ def _rows(trace: RankTrace, step: Step) -> list[int]:
             forwards += event.rows
         else:
             rows, forwards = rows + (forwards if event in step.passes else []), []
-    return rows or [row for batch in _training(trace, step) for row in batch.rows]
+    return rows or _loaded(trace, step)
+
+
+def _loaded(trace: RankTrace, step: Step) -> list[int]:
+    """The checksums of the samples in a step that come from a loader for training."""
+    return [row for batch in _training(trace, step) for row in batch.rows]
+
+
+def _numbers(trace: RankTrace, step: Step) -> list[int]:
+    """The numbers of these samples, where they are known."""
+    return [number for batch in _training(trace, step) for number in batch.indices or ()]
+
+
+def _training(trace: RankTrace, step: Step) -> list[Batch]:
+    return [batch for batch in step.all(Batch) if batch.iterator in trace.training_iterators]
 
 
 def _ranks(trace: Trace) -> str:

@@ -17,8 +17,7 @@ from common.command_line.cli import command, option, parse, split_arguments
 from common.errors import UsageError
 from common.foreign_script import start
 from common.foreign_script.failure import why_failed
-from common.foreign_script.run import injected
-from ddp.audit.launch import SYNC_BATCHNORM
+from ddp.audit import launch
 
 
 @dataclass(frozen=True)
@@ -37,7 +36,7 @@ def main() -> None:
     own, script = split_arguments(sys.argv[1:], GPUConfig)
     config = parse(GPUConfig, "ddp.audit.gpu", __doc__, own)
     start.require_script(script, "ddp.audit.gpu")
-    environment = start.environment_for("stand-in", config.ranks, script, SYNC_BATCHNORM) | injected(start.STAND_IN)
+    environment = launch.environment("stand-in", config.ranks, script)
     with tempfile.TemporaryDirectory() as folder:
         outcome = start.run_ranks(script, config.ranks, config.start, environment, config.timeout, Path(folder))
     if outcome.status is None:

@@ -289,21 +289,25 @@ def _paired(of_ranks: Iterable[Iterable[tuple[str, T]]]) -> Iterator[tuple[T, ..
             yield tuple(of_rank[key] for of_rank in numbered)
 
 
-def read(directory: Path) -> Trace:
-    """The trace that the processes have written into a folder."""
+def read(directory: Path, ranks: int) -> Trace:
+    """The trace that the processes of a run on so many ranks have written into a folder.
+
+    On one rank a script may make no process group. Then rank 0 is the process that trains.
+    """
     processes = [Events(_events(path)) for path in directory.glob("*.jsonl")]
     errors = [event.text for process in processes for event in process.all(WatchError)]
-    ranks, names = dict[int, RankTrace](), dict[str, str]()
+    found, names = dict[int, RankTrace](), dict[str, str]()
     for process in processes:
         group, own = process.last(Group), process.last(Process)
-        if group and own and group.rank not in ranks:
+        rank = group.rank if group else 0 if ranks == 1 and process.all(Stepped) else None
+        if own and rank is not None and rank not in found:
             children = [other for other in processes if any(one.parent == own.pid for one in other.all(Process)[-1:])]
             workers = [child for child in children if child.all(Worker)]
-            ranks[group.rank] = RankTrace(process.events, group.rank, workers)
+            found[rank] = RankTrace(process.events, rank, workers)
             for event in process.all(Names):
                 names |= event.names
     not_watched = sorted({event.name for process in processes for event in process.all(NotWatched)})
-    return Trace([ranks[rank] for rank in sorted(ranks)], errors, names, not_watched)
+    return Trace([found[rank] for rank in sorted(found)], errors, names, not_watched)
 
 
 def _events(path: Path) -> list[Event]:

@@ -138,11 +138,17 @@ def second(script: Sequence[str], ranks: int, batch_flag: str | None, base: Trac
         # Where each rank evaluates all samples, one rank has the same batches of them.
         divided = [one.begin for one, two, *_ in base.epochs(train=False) if one.rows != two.rows]
         for one in (*loaders, *divided):
-            sizes.setdefault(one.where, set()).add(one.batch_size)
-    what = f"on 1 rank with the batches of {ranks}"
-    same = functools.partial(same_numbers, is_asked=False)
-    batches = json.dumps([ranks, {where: sorted(some, key=str) for where, some in sizes.items()}])
-    return Plan("ranks", what, script, 1, same, is_asked=False, batches=batches)
+            if one in loaders or (one.batch_size or 1) > 1:  # an evaluation's samples may differ in size, one by one
+                sizes.setdefault(one.where, set()).add(one.batch_size)
+    return Plan(
+        "ranks",
+        f"on 1 rank with the batches of {ranks}",
+        script,
+        1,
+        functools.partial(same_numbers, is_asked=False),
+        is_asked=False,
+        batches=json.dumps([ranks, {where: sorted(some, key=str) for where, some in sizes.items()}]),
+    )
 
 
 def third(script: Sequence[str], ranks: int, finding: Finding) -> Plan:

@@ -28,8 +28,8 @@ def _enlarge(initialize: Any) -> Any:
         )
         if type(batches) is data.BatchSampler:
             batches.batch_size = _size(batches.batch_size)
-        elif (size := arguments.get("batch_size", 1)) is not None and arguments.get("batch_sampler") is None:
-            arguments["batch_size"] = _size(size)
+        elif arguments.get("batch_sampler") is None:
+            arguments["batch_size"] = _size(arguments.get("batch_size", 1))
         initialize(*given.args, **given.kwargs)
 
     return enlarged

@@ -54,7 +54,7 @@ def watch(
     own = [argument.replace(RUN, str(folder)) for argument in arguments]
     with contextlib.suppress(AssertionError) if kill_at else contextlib.nullcontext():
         run_ranks(_run_watched, ranks, own, directory, kill_at, batches, timeout_s=timeout_s, fresh=True)
-    return read(directory)
+    return read(directory, ranks)
 
 
 def _run_watched(arguments: Sequence[str], directory: Path, kill_at: int | None, batches: str) -> None:
