@@ -19,7 +19,6 @@ from common.command_line.cli import command, parse, split_arguments
 from common.errors import UsageError
 from common.foreign_script.failure import short
 from common.foreign_script.start import require_script
-from dataloading.doctor.causes import MATTERS
 from dataloading.doctor.examine import DoctorConfig, Examined, examine, launch
 
 UNLIKE = 1.5  # times as many batches/s as in the script's own run: the turns have missed its rare slow samples
@@ -48,7 +47,7 @@ def advise(config: DoctorConfig, script: Sequence[str], examined: Examined) -> N
 
     arguments, environment, needed = launch(config, script)
     for loader in examined.loaders:
-        if loader.share >= MATTERS and loader.line:
+        if loader.matters and loader.line:
             tried = try_settings(run := Script(arguments, environment, loader.line, tuple(needed)), config.trials)
             started_s = sum(loader.starts()) if loader.facts["workers"] else 0.0
             batches, steady_s = len(loader.all("batch")), loader.loop_s - started_s  # 0 s if it looked at one batch

@@ -6,17 +6,13 @@ import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from dataloading.doctor.measured import LOADING, PRIVATE, RESIDENT, Loader, Process, mean, seconds_of
+from dataloading.doctor.measured import LOADING, MATTERS, PRIVATE, RESIDENT, Loader, Process, mean, seconds_of
 from dataloading.doctor.source import first_line, line_of_attribute
 
-MATTERS = 0.1  # share of the loop that is waited for the loader
 DOMINATES = 0.4  # share of a batch's time
 MEGABYTE = 1e6
-SLOW_SAMPLE, LEAST_SLOW_S, SLOW_SHARE = (
-    10.0,
-    0.02,
-    0.25,
-)  # times the typical sample, seconds, share of all samples' time
+SLOW_SAMPLE, LEAST_SLOW_S = 10.0, 0.02  # times the typical sample, seconds
+SLOW_SHARE = 0.25  # of all samples' time
 FAST_SAMPLE_S = 100e-6  # a sample that is only looked up in memory
 GROWS, GOES_ON, COPIES = 50e6, 10e6, 20e6  # bytes
 LOOKS = 4  # at a worker's memory, to tell whether it goes on to grow
@@ -45,8 +41,8 @@ def find(loader: Loader, cores: int) -> list[Cause]:
 
     :param cores: that the script may use
     """
-    slow = list(_starts(loader))
-    if loader.steady_share >= MATTERS:
+    slow = list(_starts(loader)) if loader.matters else []
+    if loader.matters and loader.steady_share >= MATTERS:
         slow += _slow(loader, cores)
         slow = [*_collections(loader), *(slow or _hottest(loader))]
     return [*_always(loader), *slow]
@@ -157,8 +153,11 @@ def _slow(loader: Loader, cores: int) -> Iterator[Cause]:
             if facts["workers"]
             else "no workers, so nothing loads while it trains"
         )
-        advice = f"more workers, at most {cores} for all ranks together"
-        yield Cause("too-few-workers", loader.line, f"{now}, on {cores} cores: {advice}")
+        yield Cause(
+            "too-few-workers",
+            loader.line,
+            f"{now}, on {cores} cores: more workers, at most {cores} for all ranks together",
+        )
 
 
 def _collections(loader: Loader) -> Iterator[Cause]:

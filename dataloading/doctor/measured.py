@@ -14,6 +14,7 @@ Event = dict[str, Any]
 LOADING = ("getitem", "collate")
 WAITS = ("iterator", "batch", "end")
 RESIDENT, PRIVATE = 0, 1  # of a look at a process's memory
+MATTERS, OF_ALL = 0.1, 0.01  # share of a loader's loop that is waited for it, and of all loops
 
 
 class Place(NamedTuple):
@@ -65,11 +66,13 @@ class Loader:
     :ivar facts: see ``watch/dataset.py``
     :ivar mains: the process that iterates over it; again for each loader of the line
     :ivar workers: the same, if there are none
+    :ivar all_loops_s: seconds of the loops of all loaders
     """
 
     facts: Event
     mains: list[Process] = field(default_factory=list)
     workers: list[Process] = field(default_factory=list)
+    all_loops_s: float = 0.0
 
     def all(self, *kinds: str) -> list[Event]:
         """The events of the main process of these kinds."""
@@ -107,6 +110,11 @@ class Loader:
     def share(self) -> float:
         """The share of the loop in which the main process waited for this loader."""
         return self.wait_s / (self.loop_s or 1.0)
+
+    @property
+    def matters(self) -> bool:
+        """Whether waiting for it takes a part of its loop, and of the script's time."""
+        return self.share >= MATTERS and self.wait_s >= OF_ALL * self.all_loops_s
 
     @property
     def steady_share(self) -> float:
@@ -185,6 +193,8 @@ def read(directory: Path) -> list[Loader]:
             loader.workers += [_worker(slot, events.get(pid, []), profiles.get(pid)) for pid, slot in slots.items()]
             loader.workers += [] if slots else [main]
     found = [loader for loader in loaders.values() if loader.all("iterator")]
+    for loader in found:
+        loader.all_loops_s = sum(one.loop_s for one in found)
     return sorted(found, key=lambda loader: -loader.wait_s)
 
 

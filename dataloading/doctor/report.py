@@ -27,8 +27,8 @@ def report(loader: Loader, causes: list[Cause], trains: bool = True) -> Iterator
             facts["method"],
         ]
     yield f"{short(loader.line) or 'a loader'}: DataLoader({facts['dataset']}, {', '.join(settings)})"
-    epochs, length = len(loader.all("iterator")), facts["batches"] or "a data set that does not tell its length"
-    yield f"  seen: {batches} batches in {loader.loop_s:.1f} s; iterations: {epochs}, of {length}"
+    length = facts["batches"] or "an unknown number of"
+    yield f"  seen: {batches} batches in {loader.loop_s:.1f} s; iterations: {len(loader.all('iterator'))}, of {length} batches"
     if not batches:
         yield "  it gave no batch"
         return
@@ -47,8 +47,9 @@ def _matters(loader: Loader, trains: bool) -> Iterator[str]:
         return
     training, loading = batches / max(use_s, 1e-6), max(1, loader.facts["workers"]) / (sum(costs[:3]) or 1e-6)
     yield (
-        f"  does it matter: {loader.share:.0%} of the loop waits for batches: {rate:.1f}/s; alone, training takes {training:.1f}/s and "
-        f"loading gives some {loading:.1f}/s"
+        f"  does it matter: {'yes' if loader.matters else 'no'}: {loader.share:.0%} of the loop waits for batches, {rate:.1f}/s; alone, "
+        f"training runs at {training:.1f}/s, loading at {loading:.1f}/s"
+        f"{'' if loader.matters else ': on a faster device, training would wait'}"
     )
 
 
@@ -59,8 +60,7 @@ def _stages(loader: Loader) -> Iterator[str]:
     if loader.facts["workers"] and starts:
         pickled = max(event["pickled_bytes"] for event in loader.all("iterator"))
         text = f"; {pickled / 1e6:.1f} MB were pickled" if pickled else ""
-        times = f"{len(starts)} times" if len(starts) > 1 else "once"
-        yield f"  from a start of workers to the first batch: {mean(starts):.2f} s, {times}{text}"
+        yield f"  from a start of workers to the first batch: {mean(starts):.2f} s (starts: {len(starts)}){text}"
     for slot in range(loader.facts["workers"]):
         own = [worker for worker in loader.workers if worker.slot == slot and worker.all("fetch")]
         if own:
@@ -86,8 +86,4 @@ def _lines(loader: Loader) -> Iterator[str]:
 
 
 def _ms(seconds: float) -> str:
-    if seconds >= 1:
-        return f"{seconds:.2f} s"
-    if seconds >= 1e-3:
-        return f"{1e3 * seconds:.1f} ms"
-    return f"{1e6 * seconds:.0f} µs"
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"

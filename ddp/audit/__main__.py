@@ -32,10 +32,10 @@ def main() -> None:
     report = audit(config, script, lambda line: print(line, flush=True))
     if config.json:
         config.json.write_text(json.dumps({"script": script, **report.as_json()}, indent=1) + "\n")
-    if report.wrong():
-        sys.exit(1)
+    wrong, ignored = report.wrong(), f", ignored: {len(report.ignored)}" if report.ignored else ""
     print(f"looked at: {report.looked_at}")
-    print("nothing wrong was found")
+    print(f"wrong: {len(wrong)}{ignored}" if wrong or ignored else "nothing wrong was found")
+    sys.exit(bool(wrong))
 
 
 if __name__ == "__main__":

@@ -136,13 +136,11 @@ def audit(config: AuditConfig, script: Sequence[str], say: Callable[[object], ob
     missing = [f"not watched, since this torch does not have it: {name}" for name in trace.not_watched]
     why, not_judged, seen = judged(trace, outcome)
     report = Report(outcome, why, missing + not_judged, looked_at=seen)
-    for finding in found:
-        _add(report, finding, config)
-    for line in (_summary(trace, report, start.device_for(config.device, config.ranks)), *report.partly):
+    for line in (_summary(trace, outcome, start.device_for(config.device, config.ranks)), *report.partly):
         say(line)
     suspicions = [finding for finding in found if finding.is_suspicion]
-    for finding in report.findings:
-        if not finding.is_suspicion:
+    for finding in found:
+        if _add(report, finding, config) and not finding.is_suspicion:
             say(_line(finding, config))
     if not report.unjudged:
         _vary(config, script, plans, trace, report, suspicions, say)
@@ -172,7 +170,9 @@ def _vary(
     again = functools.partial(_run_again, replace(config, timeout=limit))
     known = any(finding.is_wrong for finding in (*report.findings, *report.ignored))
 
-    def tell(variation: Variation) -> None:
+    def rerun(plan: Plan) -> None:
+        say(f"the script runs once more: {plan.what}")
+        variation = vary(plan, base, again)
         report.variations.append(variation)
         settled = [(one, settle(one, report.variations, base)) for one in suspicions]
         report.cleared = [one for one, is_right in settled if is_right is False and one not in report.ignored]
@@ -180,7 +180,7 @@ def _vary(
         proven = [one for one, is_right in settled if is_right]  # perhaps by a later run than one that cleared it
         report.findings += [one for one in proven if one not in (*report.findings, *report.ignored)]
         # The cause has a finding of its own, or may have.
-        may_be_effect = variation.plan.kind == "ranks" and not variation.plan.is_asked
+        may_be_effect = plan.kind == "ranks" and not plan.is_asked
         is_effect = may_be_effect and (known or any(is_right for _, is_right in settled))
         if variation.finding and not is_effect and _add(report, variation.finding, config):
             say(_line(variation.finding, config))
@@ -194,13 +194,12 @@ def _vary(
             say(f"there is no second run: {error}")
             for finding in suspicions:
                 finding.unsettled = f"there is no second run, since {error}"
-    for variation in vary(plans, base, again):
-        tell(variation)
+    for one in plans:
+        rerun(one)
     for finding in suspicions:
         is_open = finding.is_suspicion and finding in report.findings
         if finding.name == "loss-divided-by-ranks" and is_open and not config.once:
-            for variation in vary([third(script, config.ranks, finding)], base, again):
-                tell(variation)
+            rerun(third(script, config.ranks, finding))
     for finding in report.cleared:
         say(f"{':'.join(finding.place)}: {finding.name} was suspected, and the runs above clear it")
 
@@ -256,12 +255,11 @@ def _run_again(
         return trace
 
 
-def _summary(trace: Trace, report: Report, device: str) -> str:
+def _summary(trace: Trace, outcome: Outcome, device: str) -> str:
     steps = [len(rank.steps) for rank in trace.ranks]
     epochs = [len(rank.all(LoaderBegins)) for rank in trace.ranks]
     stand_in = " on stand-in GPUs" if device == "stand-in" else ""
     return (
         f"{trace.world_size} ranks{stand_in}, {max(steps, default=0)} optimizer steps, "
-        f"{max(epochs, default=0)} iterations over loaders, {report.outcome.seconds:.1f} s"
-        + (f", findings ignored: {len(report.ignored)}" if report.ignored else "")
+        f"{max(epochs, default=0)} iterations over loaders, {outcome.seconds:.1f} s"
     )

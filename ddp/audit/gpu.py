@@ -3,7 +3,7 @@
     python -m ddp.audit.gpu -- train.py --epochs 2
     python -m ddp.audit.gpu --ranks 4 -- -m package.module
 
-The exit status is the script's.
+What the script prints goes to stderr. The exit status is the script's.
 """
 
 from __future__ import annotations

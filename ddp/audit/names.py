@@ -10,7 +10,7 @@ from pathlib import Path, PurePath
 
 from common.errors import UsageError
 from ddp.audit.finding import KINDS, Finding
-from ddp.museum.__main__ import docstring, exhibits
+from ddp.museum.__main__ import ROOT, docstring, exhibits
 
 NAMED = "# audit: "  # in the line of an exhibit that is to blame, before the name of the finding
 COMMENT = re.compile(r"# audit: ignore\[([^]]*)\]")
@@ -31,7 +31,7 @@ def explain(name: str) -> str:
     """
     require([name])
     how, _, what, cure, chapter = KINDS[name]
-    paragraphs = [f"{name}: {what}", f"How it is seen: {how}", f"What to do: {cure}. See {chapter}, in the repository"]
+    paragraphs = [f"{name}: {what}", f"How it is seen: {how}", f"What to do: {cure}. See {ROOT / chapter}"]
     for exhibit, path in exhibits().items():
         if f"{NAMED}{name}\n" in path.read_text():
             paragraphs.append(f"Run `raw-ddp museum {exhibit}` to see it. " + "\n".join(docstring(path)))

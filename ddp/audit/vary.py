@@ -10,7 +10,7 @@ import functools
 import itertools
 import json
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -191,33 +191,31 @@ def _changed(script: Sequence[str], name: str | None, factor: int, divisor: int)
     raise UsageError(f"there is no --{name} with a whole number among the script's arguments, which could be changed")
 
 
-def vary(plans: Sequence[Plan], base: Trace, run: Runner) -> Iterator[Variation]:
-    """Run the script again, each time in another way.
+def vary(plan: Plan, base: Trace, run: Runner) -> Variation:
+    """Run the script again in another way.
 
     :param base: the script as it is
     :param run: runs, with a folder for ``{run}``, arguments on ranks, up to an optimizer step at which they are killed, with such batches
     """
-    for plan in plans:
-        kill_at, what = plan.kill_at(base), plan.what
-        if plan.killed and kill_at is None:
-            continue  # there is one epoch
-        with tempfile.TemporaryDirectory() as name:
-            folder = Path(name)
-            try:
-                if plan.killed:
-                    what += f", after {kill_at} steps"
-                    killed = run(folder, plan.killed, plan.ranks, kill_at, "")
-                    # A script that never saves is compared, since it begins anew.
-                    if any(rank.all(Save) for rank in base.ranks) and not any(rank.all(Save) for rank in killed.ranks):
-                        yield Variation(plan, what, "no checkpoint was saved by then")
-                        continue
-                other = run(folder, plan.script, plan.ranks, None, plan.batches)
-                if other.world_size != plan.ranks:
-                    made = f"a group of {other.world_size} ranks" if other.world_size else "no process group there"
-                    raise UsageError(f"the script made {made}")
-                verdict = plan.compare(base, other)
-                text = f"{what}: {verdict.text}"
-                finding = Finding(f"vary-{plan.kind}", verdict.at, text, cure=verdict.cure) if verdict.at else None
-                yield Variation(plan, what, verdict.text, finding, verdict, other)
-            except UsageError as error:
-                yield Variation(plan, what, f"not compared: {error}")
+    kill_at, what = plan.kill_at(base), plan.what
+    if plan.killed and kill_at is None:
+        return Variation(plan, what, "not done, since there is one epoch")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        try:
+            if plan.killed:
+                what += f", after {kill_at} steps"
+                killed = run(folder, plan.killed, plan.ranks, kill_at, "")
+                # A script that never saves is compared, since it begins anew.
+                if any(rank.all(Save) for rank in base.ranks) and not any(rank.all(Save) for rank in killed.ranks):
+                    return Variation(plan, what, "no checkpoint was saved by then")
+            other = run(folder, plan.script, plan.ranks, None, plan.batches)
+            if other.world_size != plan.ranks:
+                made = f"a group of {other.world_size} ranks" if other.world_size else "no process group there"
+                raise UsageError(f"the script made {made}")
+            verdict = plan.compare(base, other)
+            text = f"{what}: {verdict.text}"
+            finding = Finding(f"vary-{plan.kind}", verdict.at, text, cure=verdict.cure) if verdict.at else None
+            return Variation(plan, what, verdict.text, finding, verdict, other)
+        except UsageError as error:
+            return Variation(plan, what, f"not compared: {error}")

@@ -26,6 +26,7 @@ from .events import (
     detailed,
     directory,
     emit,
+    identity,
     in_backward,
     is_below,
     is_compiling,
@@ -39,7 +40,7 @@ from .tensors import checksum, number_of, rows
 # Kept here and not in the script's objects, which it may save, copy and compile.
 _wrapped = weakref.WeakKeyDictionary[DistributedDataParallel, dict[str, tuple[int, str, str]]]()
 _roots = weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]]()  # of each submodule, the module that is wrapped
-_seen: set[tuple[str, bool, bool]] = set()  # lines of the script that have been reported
+_seen: set[tuple[int, str, bool, bool]] = set()  # models, and lines of the script, that have been reported
 # Layers that differ between training and evaluation.
 _RANDOM = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._BatchNorm)
 
@@ -128,7 +129,7 @@ def _before_forward(root: nn.Module, module: nn.Module) -> None:
     trains, is_inside = thread.gradients, forward in thread.running or in_backward()
     if is_inside and (trains or module is not root):  # activation checkpointing turns gradients off as well
         return
-    kind = (where(), trains, module.training)
+    kind = (identity(root), where(), trains, module.training)
     if kind in _seen or (trains and not module.training) or is_below("torch.optim.swa_utils"):
         return  # update_bn must run in training mode
     _seen.add(kind)

@@ -82,6 +82,9 @@ def test_the_hottest_line_is_named_if_nothing_else_explains_the_time(script: str
 
 def test_nothing_is_said_of_a_loader_that_training_does_not_wait_for(script: str) -> None:
     assert names(loader(script, wait=0.002, use=0.1, workers=0)) == {}
+    of_few_seconds = loader(script)
+    of_few_seconds.all_loops_s = 1000.0
+    assert names(of_few_seconds) == {}
 
 
 def test_few_slow_samples_are_named_by_index(script: str) -> None:

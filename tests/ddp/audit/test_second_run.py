@@ -118,7 +118,7 @@ def audited(folder: Path, *changes: tuple[str, str]) -> tuple[str, list[str], li
     base = watch(folder, [str(path)])
     found = find(base)
     plan = second([str(path)], 2, None, base)
-    (variation,) = vary([plan], base, watch)
+    variation = vary(plan, base, watch)
     verdicts = {finding.name: settle(finding, [variation], base) for finding in found if finding.is_suspicion}
     wrong = [one.name for one in [*found, variation.finding] if one and one.is_wrong]
     return variation.text, wrong, [name for name, is_right in verdicts.items() if is_right is None]
@@ -182,8 +182,8 @@ def test_a_third_rank_tells_a_coefficient_from_a_division(tmp_path: Path) -> Non
         path.write_text(SCRIPT.replace("yb)\n        optimizer.z", f"yb) * {factor}\n        optimizer.z"))
         base = watch(tmp_path, [str(path)])
         (finding,) = find(base)
-        variations = list(vary([third([str(path)], 2, finding)], base, watch))
-        assert settle(finding, variations, base) is is_right
+        variation = vary(third([str(path)], 2, finding), base, watch)
+        assert settle(finding, [variation], base) is is_right
 
 
 LOCAL = ("= DistributedSampler(train)", '= DistributedSampler(train, ranks, int(os.environ["LOCAL_RANK"]))')

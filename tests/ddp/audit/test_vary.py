@@ -29,7 +29,8 @@ def varied(
     path.write_text(source)
     script = [str(path), *arguments]
     plans = plan(kinds, script, 2, "batch-size", "micro-steps", resume)
-    return list(vary(plans, watch(folder, script), watch))
+    base = watch(folder, script)
+    return [vary(one, base, watch) for one in plans]
 
 
 @pytest.mark.examples
@@ -65,11 +66,12 @@ def test_what_differs_is_said(tmp_path: Path, kind: str, was: str, becomes: str,
 
 
 def test_a_script_that_starts_its_own_ranks_is_not_compared() -> None:
-    (found,) = vary([plan(["ranks"], ["x.py"], 2, None, None, None)[0]], NOTHING, lambda *_: NOTHING)
+    found = vary(plan(["ranks"], ["x.py"], 2, None, None, None)[0], NOTHING, lambda *_: NOTHING)
     assert (found.text, found.is_judged) == ("not compared: the script made a group of 2 ranks", False)
 
 
 def test_steps_under_join_are_not_compared() -> None:
     joined = Trace([RankTrace([JoinBegins()], rank, []) for rank in range(2)], [], {})
-    (found,) = vary(plan(["micro-steps"], ["x.py", "--steps", "2"], 2, None, "steps", None), joined, lambda *_: joined)
+    (again,) = plan(["micro-steps"], ["x.py", "--steps", "2"], 2, None, "steps", None)
+    found = vary(again, joined, lambda *_: joined)
     assert found.text.startswith("not compared: under join") and not found.is_judged
