@@ -22,7 +22,7 @@ def why_failed(outcome: Outcome) -> str:
     lines = outcome.traceback.splitlines()
     error = next((line for line in reversed(lines) if re.match(r"[\w.]+(Error|Exception|Interrupt)\b", line)), "")
     if not error or "ChildFailedError" in error:
-        return f"the script failed with exit status {outcome.status}; its own output is above"
+        return f"the script failed with exit status {outcome.status}, and wrote no traceback"
     place = (list(own_lines(outcome.traceback)) or ["an unknown place"])[-1]
     package = re.search(r"No module named '(\w+)", error)
     if package and package[1] in OF_GPUS:

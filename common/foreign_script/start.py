@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import itertools
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -64,14 +65,13 @@ def _own_code(arguments: Sequence[str]) -> str:
         with contextlib.suppress(OSError, UnicodeDecodeError, SyntaxError):
             texts[path] = path.read_text()
             for node in ast.walk(ast.parse(texts[path])):
-                names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-                if isinstance(node, ast.ImportFrom):  # of a relative one without a name, the package
-                    within = f"{node.module}." if node.module else ""
-                    names = [within.rstrip("."), *(within + alias.name for alias in node.names)]
-                level = node.level if isinstance(node, ast.ImportFrom) else 0  # the dots before its name
-                for name in names:
-                    module = (path.parents[level - 1] if level else folder).joinpath(*name.split("."))
-                    todo += [module.with_suffix(".py"), module / "__init__.py"]
+                if isinstance(node, ast.Import | ast.ImportFrom):
+                    level = getattr(node, "level", 0)  # the dots before its name
+                    within = (getattr(node, "module", None) or "").split(".")
+                    roots = [path.parents[level - 1]] if level else [folder, Path.cwd()]
+                    for root, name in itertools.product(roots, ["", *(alias.name for alias in node.names)]):
+                        module = root.joinpath(*within, *name.split("."))
+                        todo += [module.parent / f"{module.name}.py", module / "__init__.py"]
     return "\n".join(texts.values())
 
 

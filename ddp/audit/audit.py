@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,14 +17,13 @@ from common.foreign_script.run import Outcome
 from ddp.audit import launch
 from ddp.audit.detectors import find
 from ddp.audit.finding import Finding
-from ddp.audit.judged import judged
+from ddp.audit.judged import judged, why_ended
 from ddp.audit.names import is_ignored, require_ignored
 from ddp.audit.settle import settle
 from ddp.audit.trace import Trace, read
 from ddp.audit.vary import KINDS, RUN, Plan, Variation, plan, second, third, vary
 from ddp.audit.watch.event_types import LoaderBegins
 
-OUTPUT_LINES = 20  # of a variation that fails
 START_S = 60.0  # a generous time for imports, and for a run whose first one was short
 
 
@@ -132,7 +130,7 @@ def audit(config: AuditConfig, script: Sequence[str], say: Callable[[object], ob
     plans = plan(config.vary, script, config.ranks, config.batch_flag, config.accumulation_flag, config.resume_flag)
     with tempfile.TemporaryDirectory() as folder:
         trace, outcome = _run(config, Path(folder), script, config.ranks)
-    found = find(trace) if trace.ranks else []
+    found = find(trace) if trace.world_size > 1 else []
     missing = [f"not watched, since this torch does not have it: {name}" for name in trace.not_watched]
     why, not_judged, seen = judged(trace, outcome)
     report = Report(outcome, why, missing + not_judged, looked_at=seen)
@@ -246,13 +244,11 @@ def _run_again(
     config: AuditConfig, folder: Path, script: Sequence[str], ranks: int, kill_at: int | None, batches: str
 ) -> Trace:
     """:raises UsageError: if the script fails, which it did not before"""
-    with tempfile.NamedTemporaryFile("r") as output:
-        trace, outcome = _run(config, folder, script, ranks, kill_at, batches, Path(output.name))
-        if outcome.status != 0 and not kill_at:
-            own, *_ = output.read().partition("torch/distributed/elastic")  # torchrun's report follows
-            sys.stderr.write("".join(own.splitlines(keepends=True)[-OUTPUT_LINES:-1]))
-            raise UsageError(f"{' '.join(script)} {'hangs' if outcome.status is None else 'fails'}")
-        return trace
+    trace, outcome = _run(config, folder, script, ranks, kill_at, batches, Path(os.devnull))
+    why = why_ended(outcome)
+    if why and not kill_at:
+        raise UsageError(why)
+    return trace
 
 
 def _summary(trace: Trace, outcome: Outcome, device: str) -> str:

@@ -180,12 +180,13 @@ def _steps(
         samples, others = _counted(base, mine, rows_of), _counted(other, yours, rows_of)
         numbers = _counted(base, mine, _numbers)
         if samples != others and (is_asked or not numbers or numbers != _counted(other, yours, _numbers)):
-            if not is_asked:
+            if is_asked:
+                count = f"{others.total()}, of which {(others & samples).total()} are among the {samples.total()} of {_ranks(base)}"
+                return Verdict(f"{at} takes other samples: {count}", DIVIDE, event, samples=False)
+            if not others <= samples:
                 return Verdict("the batches come in another order, so numbers are not compared", samples=None)
-            count = f"{others.total()}, of which {(others & samples).total()} are among the {samples.total()} of {_ranks(base)}"
-            return Verdict(f"{at} takes other samples: {count}", DIVIDE, event, samples=False)
         if samples != others:
-            unknown = unknown or "samples are augmented with random numbers"
+            unknown = unknown or "samples are augmented with random numbers, or padded"
         expected, rates = (steps[0].before.rates for steps in (mine, yours))
         if not _same_rates(expected, rates):
             if not is_asked and _scaled(expected, rates, base, other):

@@ -16,7 +16,6 @@ from ddp.audit.watch.event_types import (
     Evaluation,
     Forward,
     JoinBegins,
-    LoaderBegins,
     Save,
     Skipped,
 )
@@ -28,7 +27,6 @@ OF_EVENTS = {
     "randomness": ("forward passes", Forward),
     "evaluation": ("evaluating lines", Evaluation),
     "checkpoints": ("files", Save),
-    "costs": ("loaders", LoaderBegins),
 }
 
 
@@ -72,10 +70,8 @@ def _why_unjudged(trace: Trace, outcome: Outcome) -> str | None:
     """One line, or None if the run can be judged."""
     if trace.errors:
         return f"the audit itself failed: {trace.errors[0]}"
-    if outcome.status is None:
-        return f"the script did not end within {outcome.seconds:.0f} s: {'; '.join(map(_innermost, outcome.stacks))}"
-    if outcome.status:
-        return why_failed(outcome)
+    if why := why_ended(outcome):
+        return why
     if not trace.ranks:
         return (
             "no process group was seen: the script calls no init_process_group, or it starts Python in a way that leaves the watch out "
@@ -91,7 +87,14 @@ def _why_unjudged(trace: Trace, outcome: Outcome) -> str | None:
     return f"the script took no optimizer step of torch.optim ({passes} backward passes were seen)"
 
 
-def _innermost(stack: str) -> str:
-    """The line of the script in a stack that faulthandler wrote, with the rank."""
+def why_ended(outcome: Outcome) -> str | None:
+    """Why a run ended before the script did; None if it did not."""
+    if outcome.status is None:
+        return f"the script did not end within {outcome.seconds:.0f} s: {'; '.join(map(_place, outcome.stacks))}"
+    return why_failed(outcome) if outcome.status else None
+
+
+def _place(stack: str) -> str:
+    """The innermost lines of the script in a stack that faulthandler wrote, with the rank."""
     rank, *_ = stack.splitlines() or [""]
-    return f"rank {rank} is at {next(own_lines(stack), 'an unknown place')}"
+    return f"rank {rank} is at {', called at '.join([*own_lines(stack)][:3]) or 'an unknown place'}"

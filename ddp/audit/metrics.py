@@ -33,7 +33,7 @@ def _parts(trace: RankTrace) -> list[Part]:
             if not is_running:
                 parts.append(Part())
             is_running = True
-            parts[-1].samples += len(event.rows)
+            parts[-1].samples += len(event.indices or event.rows)  # a batch of objects has few rows
         elif isinstance(event, Collective) and is_running and event.name in REDUCTIONS and event.after:
             parts[-1].reduced.append(event)
     return parts

@@ -177,7 +177,7 @@ class Epoch:
     :ivar begin: the event of its begin
     :ivar batches: those that were taken
     :ivar trains: whether a backward pass followed a batch
-    :ivar ended: whether all batches were taken
+    :ivar ended: whether one more than the last batch was asked for
     :ivar after: the events that follow the last batch, up to the next epoch
     """
 
@@ -186,6 +186,11 @@ class Epoch:
     trains: bool = False
     ended: bool = False
     after: list[Event] = field(default_factory=list)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all batches were taken. Lightning counts them, and asks for no other."""
+        return self.ended or len(self.batches) == self.begin.batches
 
     @property
     def samples(self) -> list[int]:

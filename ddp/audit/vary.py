@@ -126,14 +126,14 @@ def second(script: Sequence[str], ranks: int, batch_flag: str | None, base: Trac
         script = _changed(script, batch_flag, ranks, 1)
     elif not loaders:
         raise UsageError(
-            "the script trains on no DataLoader, whose batches could grow; --batch-flag names a flag for them"
+            "the script trains on no DataLoader, whose batches could grow; --batch-flag names a flag for those of a rank"
         )
     else:
         own = [one for one in loaders if one.batch_size is None]
         if own:
             file, _, line = own[0].where.rpartition(":")
             raise UsageError(
-                f"line {line} of {Path(file).name} has batches of its own; --batch-flag names a flag for them"
+                f"line {line} of {Path(file).name} has batches of its own; --batch-flag names a flag for those of a rank"
             )
         # Where each rank evaluates all samples, one rank has the same batches of them.
         divided = [one.begin for one, two, *_ in base.epochs(train=False) if one.rows != two.rows]

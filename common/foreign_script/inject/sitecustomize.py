@@ -30,7 +30,8 @@ class WatchTorch:
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(fullname)
-        if spec is not None and spec.loader is not None:
+        sys.meta_path.insert(0, self)  # a library may only ask whether there is torch, before another imports it
+        if spec and spec.loader:
             execute = spec.loader.exec_module
 
             def execute_and_watch(module: ModuleType) -> None:
@@ -52,7 +53,7 @@ def _load(watch: Path) -> Any:
 
 def _execute(spec: ModuleSpec | None) -> Any:
     """The module of a spec; None if there is no such module."""
-    if spec is None or spec.loader is None:
+    if not (spec and spec.loader):
         return None
     sys.modules[spec.name] = module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

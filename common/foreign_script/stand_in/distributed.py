@@ -68,6 +68,12 @@ def barrier(original: Any, *args: Any, **kwargs: Any) -> Any:
     return original(*args, **kwargs)
 
 
+def _divide(result: Tensor, ranks: int) -> None:
+    """In place; whole numbers stay whole."""
+    has_fractions = result.is_floating_point() or result.is_complex()
+    result.div_(ranks, rounding_mode=None if has_fractions else "trunc")
+
+
 class _Divided:
     """A reduction that runs, and is divided when it is waited for."""
 
@@ -76,7 +82,7 @@ class _Divided:
 
     def wait(self, *args: Any) -> Any:
         done = self._work.wait(*args)
-        self._result.div_(self._ranks)
+        _divide(self._result, self._ranks)
         self._ranks = 1
         return done
 
@@ -97,7 +103,7 @@ def reduce(original: Any, *args: Any, **kwargs: Any) -> Any:
     work = original(**given | {"op": dist.ReduceOp.SUM})
     if work is not None and given.get("async_op"):
         return _Divided(work, result, ranks)
-    result.div_(ranks)
+    _divide(result, ranks)
     return work
 
 

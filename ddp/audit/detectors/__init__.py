@@ -46,7 +46,7 @@ DETECTORS = (
 
 
 def find(trace: Trace) -> list[Finding]:
-    """All that is wrong in a run, each thing once.
+    """All that is wrong in a run on two ranks or more, each thing once.
 
     What is the effect of something else is a finding of its own only if no cause was found.
     """

@@ -17,8 +17,7 @@ def detect(trace: Trace) -> Findings:
     for steps in trace.steps():
         for rank, step in enumerate(steps):
             yield from _order(rank, step)
-        if trace.world_size > 1:
-            yield from _norms(steps)
+        yield from _norms(steps)
 
 
 def _order(rank: int, step: Step) -> Findings:

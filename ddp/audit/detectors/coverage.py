@@ -22,7 +22,7 @@ from ddp.audit.watch.event_types import (
 def detect(trace: Trace) -> Findings:
     yield from _replaced(trace)
     training = list(trace.epochs(train=True))
-    if not training and trace.world_size > 1:
+    if not training:
         yield from _same(trace)
     if any(rank.all(WeightedOrder) for rank in trace.ranks):
         return  # samples are drawn with replacement
@@ -75,7 +75,7 @@ def _repeated(of_ranks: Sequence[Epoch], number: int) -> Findings:
                 f"the iterable data set is read {count / len(different):.3g} times in epoch {number}: {count} samples arrive, "
                 f"{len(different)} of them different ({ranks} ranks, {begin.workers} workers each)",
             )
-    elif ranks > 1 and begin.replicas is None and all(epoch.samples for epoch in of_ranks):
+    elif begin.replicas is None and all(epoch.samples for epoch in of_ranks):
         labeled = [epoch.numbered(targets=True) for epoch in of_ranks]
         if all(one == labeled[0] for one in labeled) and len({label for _, label in labeled[0]}) > 1:
             shared = different = set(dict(labeled[0]))
@@ -90,7 +90,7 @@ def _repeated(of_ranks: Sequence[Epoch], number: int) -> Findings:
 def _left_out(of_ranks: Sequence[Epoch], number: int) -> Findings:
     """Batches that some ranks do not have, and samples that no rank has."""
     begin, counts = of_ranks[0].begin, [len(epoch.batches) for epoch in of_ranks]
-    if not all(epoch.ended for epoch in of_ranks):
+    if not all(epoch.is_whole for epoch in of_ranks):
         return
     if len(set(counts)) > 1:
         yield Finding(

@@ -71,7 +71,7 @@ def _samples(of_ranks: Sequence[Epoch]) -> Findings:
     are_same = min(samples) == max(samples)
     sent = {event.name for event in first.after if isinstance(event, Collective)} - {"barrier", "monitored_barrier"}
     is_counted = total > covered and sent & {"all_reduce", "reduce"}  # what is gathered may be cut to the right length
-    is_divided = not are_same and all(epoch.samples and epoch.ended for epoch in of_ranks)
+    is_divided = not are_same and all(epoch.samples and epoch.is_whole for epoch in of_ranks)
     if is_counted and is_divided:
         yield Finding(
             "evaluation-counts-twice",
@@ -81,7 +81,7 @@ def _samples(of_ranks: Sequence[Epoch]) -> Findings:
     if sent and is_divided and {epoch.begin.length for epoch in of_ranks} == {begin.length} and covered < begin.length:
         text = f"{begin.length - covered} of {begin.length} samples are left out of the evaluation"
         yield Finding("evaluation-leaves-out", begin, text)
-    if not part or begin.length in (0, part) or not first.ended:
+    if not part or begin.length in (0, part) or not first.is_whole:
         return
     if are_same and sent:
         yield Finding(

@@ -23,8 +23,6 @@ def _draws(trace: Trace) -> Findings:
     ] = {}  # rank 0's draws, each with whether all ranks draw the same for their samples
     for steps in trace.steps():
         samples = {loss.samples for step in steps for loss in step.all(Loss)}
-        if len(steps) < 2:
-            continue
         for draws in together(steps, Draw):
             rows = draws[0].shape[0]
             if rows > 1 and rows % max(samples, default=1) == 0:
@@ -47,7 +45,7 @@ def _of_main_process(trace: Trace) -> Findings:
     for number in range(2):
         states = [tuple(step.before.generators[number] for step in of_ranks) for of_ranks in steps]
         is_same = len(steps) > 2 and all(len(set(of_ranks)) == 1 for of_ranks in states)
-        if trace.world_size > 1 and is_same and 2 * len(set(states)) > len(states):
+        if is_same and 2 * len(set(states)) > len(states):
             seeds = trace.ranks[0].all(Seed)
             yield Finding("same-augmentation", seeds[-1] if seeds else steps[0][0].before)
 
@@ -55,7 +53,7 @@ def _of_main_process(trace: Trace) -> Findings:
 def _forward_passes(trace: Trace) -> Findings:
     """Numbers that dropout and the like draw in forward passes: from another state on each rank, and in each step."""
     passes = [one for steps in trace.steps() for one in together(steps, Forward) if one[0].drawn_from is not None]
-    if len(passes) > 1 and trace.world_size > 1 and all(len({e.drawn_from for e in one}) == 1 for one in passes):
+    if len(passes) > 1 and all(len({e.drawn_from for e in one}) == 1 for one in passes):
         yield Finding(
             "same-dropout",
             passes[0][0],

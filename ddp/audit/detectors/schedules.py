@@ -19,7 +19,7 @@ def detect(trace: Trace) -> Findings:
     is_too_fast = False  # and so it may end long before the run
     for step in first.steps[1:]:
         counts = Counter((event.where, event.id) for event in step.all(Schedule))
-        often = [event for event in step.all(Schedule) if counts[event.where, event.id] == ranks > 1]
+        often = [event for event in step.all(Schedule) if counts[event.where, event.id] == ranks]
         if often:
             yield Finding(
                 "scheduler-of-each-process",

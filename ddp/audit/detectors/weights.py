@@ -119,13 +119,13 @@ def _of_step(steps: list[Step]) -> Findings:
             f"the loss is not divided by the {passes} micro-batches of a step: the weights of all terms sum to {least:.3g} and not to 1",
         )
     # If gradients of other passes were cleared, their sums may be kept elsewhere.
-    elif ranks > 1 and equal(together, 1 / ranks) and steps[0].passes == steps[0].all(Backward):
+    elif equal(together, 1 / ranks) and steps[0].passes == steps[0].all(Backward):
         yield Finding(
             "loss-divided-by-ranks",
             of_least,
             f"the weights of all terms sum to {together:.3g}, which is 1 / the number of ranks",
         )
-    elif ranks > 1 and (equal(least, ranks) or equal(least, ranks * passes)):
+    elif equal(least, ranks) or equal(least, ranks * passes):
         yield Finding(
             "loss-multiplied-by-ranks",
             of_least,

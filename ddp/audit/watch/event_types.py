@@ -348,6 +348,7 @@ class LoaderBegins(Event):
 
     :ivar iterator: its number in the process
     :ivar length: of the data set; 0 if it is not known
+    :ivar batches: that the loader has; 0 if that is not known
     :ivar iterable: whether the data set is
     :ivar evaluates: False for ``update_bn``, which neither trains nor evaluates
     :ivar sampler: its class
@@ -359,6 +360,7 @@ class LoaderBegins(Event):
     iterator: int
     dataset: int
     length: int
+    batches: int = 0
     iterable: bool
     evaluates: bool
     sampler: str

@@ -51,6 +51,7 @@ def iterate(call: Call) -> Look:
         iterator=iterator._audit_number,
         dataset=identity(loader.dataset),
         length=0 if iterable else operator.length_hint(divided),  # 0 if it is not known
+        batches=0 if iterable else operator.length_hint(loader),
         iterable=iterable,
         evaluates=not is_below("torch.optim.swa_utils"),
         sampler=type(sampler).__name__,
@@ -95,7 +96,9 @@ def _integers(indices: Any) -> list[int] | None:
         return samples.reshape(-1).tolist()
     if not isinstance(samples, (list, tuple)):
         samples = [samples]
-    numbers = [one[0] if isinstance(one, tuple) else one for one in samples]
+    # A key may have a flag beside the number.
+    keys = ([part for part in one if type(part) is int][:1] if isinstance(one, tuple) else [one] for one in samples)
+    numbers = list(itertools.chain(*keys))
     return list(map(int, numbers)) if all(isinstance(one, (int, np.integer)) for one in numbers) else None
 
 

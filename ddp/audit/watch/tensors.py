@@ -59,7 +59,9 @@ def _place(tensor: Tensor) -> int:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """The part of a tensor that this rank holds."""
+    """The part of a tensor that this rank holds: of a DTensor, or of a ShardedTensor in a checkpoint of FSDP."""
+    if hasattr(tensor, "local_shards"):
+        return torch.cat([shard.tensor.flatten() for shard in tensor.local_shards()])
     return getattr(tensor, "_local_tensor", tensor)
 
 
@@ -71,7 +73,7 @@ def is_shard(parameter: Tensor) -> bool:
 
 def dense(tensor: Tensor) -> Tensor:
     """The part of a tensor that this rank holds, with all of its elements."""
-    tensor = _local(tensor.detach())
+    tensor = _local(tensor).detach()
     return tensor.to_dense() if tensor.is_sparse else tensor
 
 

@@ -49,13 +49,12 @@ _RANDOM = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._BatchNorm)
 @watch(dist, "init_process_group")
 @watch(dist.device_mesh, "init_process_group")
 def init_process_group(call: Call) -> Look:
-    yield
-    rank = dist.get_rank()
-    emit(Group(rank=rank))
     stack = open(directory / f"{os.getpid()}.stack", "w")  # noqa: SIM115  it stays open
-    stack.write(f"{rank}\n")
+    stack.write(f"{call.get('rank', os.environ.get('RANK'))}\n")
     stack.flush()
     faulthandler.register(signal.SIGUSR2, stack, all_threads=False)
+    yield
+    emit(Group(rank=dist.get_rank()))
     # gloo's threads free what the last backward pass has left there, our hooks among it; one that still does while Python shuts
     # down aborts the process.
     atexit.register(time.sleep, 0.3)
@@ -103,7 +102,7 @@ def forward(call: Call) -> Look:
         lost=not hooked.items() <= _wrapped.get(wrapper, hooked).items(),
         rows=rows([inputs, call.kwargs]) if detailed() else [],
         drawn_from=None if before == checksum(torch.get_rng_state()) else before,
-        training=wrapper.training,
+        training=wrapper.module.training,  # Lightning sets no mode of the wrapper
         layer=_random_layer(wrapper),
         synchronizes=wrapper.require_backward_grad_sync,
         synchronizes_batchnorm=any(isinstance(one, nn.SyncBatchNorm) for one in wrapper.modules()),

@@ -40,6 +40,8 @@ def test_the_code_of_a_module_is_read(package: Path) -> None:
     assert starts_itself(["-m", "job.train"]) and not wants_torchrun(["-m", "job.train"])
     (package / "train.py").rename(package / "__main__.py")
     assert starts_itself(["-m", "job"])
+    (package / "run.py").write_text("import job.loop")
+    assert starts_itself(["job/run.py"])  # its modules are in the working directory
 
 
 @pytest.mark.parametrize("script", [("-m", "job.train"), ("train.py",)])

@@ -131,12 +131,12 @@ def groups() -> None:
     assert dist.is_nccl_available() and dist.get_backend() == "nccl"
     dist.barrier(device_ids=[rank])
     for async_op in (False, True):
-        tensor = torch.tensor([float(rank)], device="cuda")
+        tensor = torch.tensor([2.0 * rank if async_op else 2 * rank], device="cuda")
         work = dist.all_reduce(tensor, op=dist.ReduceOp.AVG, async_op=async_op)
         if async_op:
             work.wait()
             work.wait()
-        assert tensor == 0.5
+        assert tensor == 1
     gathered = [torch.zeros(1, device="cuda") for _ in range(2)]
     dist.all_gather(gathered, torch.tensor([rank + 1.0], device="cuda", requires_grad=True))
     assert gathered[1] == 2

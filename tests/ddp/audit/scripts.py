@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 GROUP = """
-import os, sys, time
+import importlib.util, os, sys, time
+importlib.util.find_spec("torch")  # as libraries do that can do without
 import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional  # before the group, and no model after it: ddp/resilience/README.md, "A clean exit"
@@ -13,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 def train(steps=4):
     torch.manual_seed(0)
     model = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 2)))
+    model.training = False  # of the wrapper alone, as Lightning leaves it
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     torch.manual_seed(1 + dist.get_rank())
     for _ in range(steps):
