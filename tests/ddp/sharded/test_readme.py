@@ -29,7 +29,10 @@ def rows(written: dict[str, Any]) -> Iterator[str]:
         yield line(f"{ranks} ranks, peak", [f"{row['peak'] / parameters:.2f}" for row in of_ranks])
     sent = [row["sent"] / 4 / parameters for row in of_ranks]
     sent[0] = sent[1]  # replicas send the two halves as one all-reduce
-    yield line("sent in a step (ring, 4 ranks), in parameters", [f"{one:.2f}" if one else "" for one in sent])
+    yield line(
+        "bytes sent in a step (ring, 4 ranks), divided by the parameters' bytes",
+        [f"{one:.2f}" if one else "" for one in sent],
+    )
 
 
 def test_its_tables_are_what_was_measured() -> None:
