@@ -27,8 +27,10 @@ def report(loader: Loader, causes: list[Cause], trains: bool = True) -> Iterator
             facts["method"],
         ]
     yield f"{short(loader.line) or 'a loader'}: DataLoader({facts['dataset']}, {', '.join(settings)})"
-    length = facts["batches"] or "an unknown number of"
-    yield f"  seen: {batches} batches in {loader.loop_s:.1f} s; iterations: {len(loader.all('iterator'))}, of {length} batches"
+    yield (
+        f"  seen: {batches} batches in {loader.loop_s:.1f} s; iterations: {len(loader.all('iterator'))}, "
+        f"of {facts['batches'] or 'an unknown number of'} batches"
+    )
     if not batches:
         yield "  it gave no batch"
         return

@@ -75,10 +75,10 @@ class Sampler:
 
     def write(self) -> None:
         """Write all of it, to be read at any time. Pages that are not shared are counted seldom, since that may take long."""
-        began = time.monotonic()
-        if began >= self._look_at:
+        now, began = time.monotonic(), time.thread_time()  # of the thread, since others' turns are no cost of a look
+        if now >= self._look_at:
             self._private = _private()
-            self._look_at = began + (time.monotonic() - began) / LOOK_SHARE
+            self._look_at = now + (time.thread_time() - began) / LOOK_SHARE
         resident = int(Path("/proc/self/statm").read_text().split()[1]) * PAGE
         self.memory.append((resident, self._private))
         content = {
