@@ -304,7 +304,9 @@ def read(directory: Path, ranks: int) -> Trace:
     found, names = dict[int, RankTrace](), dict[str, str]()
     for process in processes:
         group, own = process.last(Group), process.last(Process)
-        rank = group.rank if group else 0 if ranks == 1 and process.all(Stepped) else None
+        rank = group.rank if group else None
+        if ranks == 1 and process.all(Stepped):
+            rank = 0
         if own and rank is not None and rank not in found:
             children = [other for other in processes if any(one.parent == own.pid for one in other.all(Process)[-1:])]
             workers = [child for child in children if child.all(Worker)]

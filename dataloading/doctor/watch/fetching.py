@@ -31,9 +31,9 @@ class Collector:
 
     def __init__(self) -> None:
         self.seconds = self._began = 0.0
-        gc.callbacks.append(self._notice)
+        gc.callbacks.append(self.garbage_collection)
 
-    def _notice(self, phase: str, _: Any) -> None:
+    def garbage_collection(self, phase: str, _: Any) -> None:
         if phase == "start":
             self._began = time.monotonic()
         else:

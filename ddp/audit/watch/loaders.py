@@ -97,8 +97,12 @@ def _integers(indices: Any) -> list[int] | None:
     if not isinstance(samples, (list, tuple)):
         samples = [samples]
     # A key may have a flag beside the number.
-    keys = ([part for part in one if type(part) is int][:1] if isinstance(one, tuple) else [one] for one in samples)
-    numbers = list(itertools.chain(*keys))
+    numbers: list[Any] = [
+        next((part for part in one if type(part) is not bool and hasattr(part, "__index__")), None)
+        if isinstance(one, tuple)
+        else one
+        for one in samples
+    ]
     return list(map(int, numbers)) if all(isinstance(one, (int, np.integer)) for one in numbers) else None
 
 

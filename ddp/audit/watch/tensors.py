@@ -61,7 +61,7 @@ def _place(tensor: Tensor) -> int:
 def _local(tensor: Tensor) -> Tensor:
     """The part of a tensor that this rank holds: of a DTensor, or of a ShardedTensor in a checkpoint of FSDP."""
     if hasattr(tensor, "local_shards"):
-        return torch.cat([shard.tensor.flatten() for shard in tensor.local_shards()])
+        return torch.cat([torch.empty(0), *(shard.tensor.flatten() for shard in tensor.local_shards())])
     return getattr(tensor, "_local_tensor", tensor)
 
 
