@@ -1,10 +1,12 @@
-"""Random training programs: what scripts do between two steps, run with torch's DDP and with ours, compared action by action."""
+"""Training programs: what scripts do in a step and between two, run with torch's DDP and with another wrapper, compared action by
+action. One strategy draws them for all tests.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,34 +18,43 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from ddp.all_reduce import shared_memory_hook
-from ddp.by_hand import HandwrittenDistributedDataParallel, JoinableDistributedDataParallel
-from tests.ddp.by_hand.wrappers import OPTIMIZERS, Case, Results, as_torch_can, first_difference, kept, wrap
-from tests.support.zoo.named import CHANGING, UNUSED, batch, loss_of
+from ddp.by_hand import HandwrittenDistributedDataParallel
+from tests.ddp.by_hand.wrappers import HOOKS, OPTIMIZERS, Case, Results, first_difference, kept, wrap
+from tests.support.zoo.named import CHANGING, FLOAT32, UNUSED, batch, loss_of, tensors
 
-ACTIONS = 20
+
+@dataclass(frozen=True)
+class Uneven:
+    """A last block of ``join``.
+
+    :param steps: how many each rank takes
+    :param micro_steps: backward passes per optimizer step, all but the last under ``no_sync``
+    :param divide: by the initial world size
+    :param by_join: with ``Join([model])`` instead of ``model.join()``
+    """
+
+    steps: tuple[int, ...]
+    micro_steps: int = 1
+    divide: bool = True
+    by_join: bool = False
 
 
 @dataclass(frozen=True)
 class Program:
     """A model, how it is wrapped, and what is done with it.
 
-    :param case: the model, the wrapper's options and the optimizer; the rest of it is not used
+    :param actions: names of methods of :class:`Run`, each with a number that varies it
     :param before: hooks of :data:`PARAMETER_HOOKS` that are registered before wrapping
     :param after: and after it
     :param nested: whether the model's first child with parameters gets a wrapper of its own
-    :param actions: names of methods of :class:`Run`, each with a number that varies it
-    :param uneven: how many steps each rank takes in a last block of ``join``; None for no such block
-    :param by_join: with ``Join([model])`` instead of ``model.join()``
     """
 
     case: Case
+    actions: tuple[tuple[str, int], ...] = ()
     before: tuple[str, ...] = ()
     after: tuple[str, ...] = ()
     nested: bool = False
-    actions: tuple[tuple[str, int], ...] = ()
-    uneven: tuple[int, ...] | None = None
-    divide_by_initial_world_size: bool = True
-    by_join: bool = False
+    uneven: Uneven | None = None
 
 
 def _clamp(parameter: nn.Parameter) -> None:
@@ -66,14 +77,14 @@ PARAMETER_HOOKS: dict[str, Callable[[nn.Parameter], object]] = {
 class Run:
     """A program that runs: each action yields named results.
 
-    :param engine: torch's class or ours
+    :param engine: makes the wrapper of a module and options
     """
 
-    def __init__(self, engine: Any, program: Program) -> None:
-        self._engine, self._program = engine, program
-        self._case = as_torch_can(program.case) if issubclass(engine, TorchDDP) else program.case
-        self.network = self._case.network(dist.get_rank())
-        self._optimizer = OPTIMIZERS[self._case.optimizer](self.network.parameters())
+    def __init__(self, engine: Callable[..., nn.Module], program: Program) -> None:
+        self._engine, self._program, self._case = engine, program, program.case
+        self.network = self._case.network(
+            dist.get_rank()
+        )  # the ranks' differ, so that the wrapper has to make them one
         self._register(program.before)
         if program.nested:
             name, child = next((n, c) for n, c in self.network.named_children() if list(c.parameters()))
@@ -81,6 +92,7 @@ class Run:
             setattr(self.network, name, wrap(engine, child, inner))
         self._model = wrap(engine, self.network, self._case)
         self._register(program.after)
+        self._optimizer = OPTIMIZERS[self._case.optimizer](self._model.parameters())
         self._number = 0
 
     def _register(self, hooks: tuple[str, ...]) -> None:
@@ -90,30 +102,29 @@ class Run:
                     PARAMETER_HOOKS[hook](parameter)
 
     def run(self) -> Iterator[tuple[str, Results]]:
-        yield "after wrapping", dict(self.network.state_dict())
+        yield "after wrapping", self._state()
         for index, (action, variant) in enumerate(self._program.actions):
             for results in getattr(self, action)(variant):
                 yield f"action {index}, {action}", results
         if self._program.uneven is not None:
-            yield from self._uneven(self._program.uneven[dist.get_rank()])
+            yield from self._uneven(self._program.uneven)
 
-    def _uneven(self, steps: int) -> Iterator[tuple[str, Results]]:
+    def _uneven(self, uneven: Uneven) -> Iterator[tuple[str, Results]]:
         """Steps of this rank in a block of ``join``, and a pass of all ranks after it."""
-        divide, micro_steps = self._program.divide_by_initial_world_size, self._case.grad_accumulation_steps
         join = (
-            Join([self._model], divide_by_initial_world_size=divide)
-            if self._program.by_join
-            else self._model.join(divide)
+            Join([self._model], divide_by_initial_world_size=uneven.divide)
+            if uneven.by_join
+            else self._model.join(uneven.divide)
         )
         with join:
-            for number in range(steps * micro_steps):
-                last = number % micro_steps == micro_steps - 1
-                with contextlib.nullcontext() if last else self._model.no_sync():
-                    self._loss().backward()
-                yield f"micro-step {number} in join", self._gradients_or_zeros()
-                if last:
-                    self._optimizer.step()
-                    self._optimizer.zero_grad(set_to_none=self._case.set_to_none)
+            for step in range(uneven.steps[dist.get_rank()]):
+                for micro_step in range(uneven.micro_steps):
+                    last = micro_step == uneven.micro_steps - 1
+                    with contextlib.nullcontext() if last else self._model.no_sync():
+                        self._loss().backward()
+                    yield f"micro-step {step}.{micro_step} in join", self._gradients_or_zeros()
+                self._optimizer.step()
+                self._optimizer.zero_grad(set_to_none=step % 2 == 0)
         yield "after join", self._state()
         self.network.zero_grad()  # the optimizers may differ by now
         self._loss().backward()
@@ -122,30 +133,30 @@ class Run:
 
     def step(self, variant: int) -> Iterator[Results]:
         """A step like any other; the gradients are dropped or zeroed."""
-        self._loss().backward()
+        yield from self._backward(self._loss())
         yield from self._update(variant)
 
     def accumulate(self, variant: int) -> Iterator[Results]:
         """Micro-steps without synchronization before the one with it."""
         for _ in range(1 + variant % 2):
             with self._model.no_sync():
-                self._loss().backward()
-        yield self._gradients()
+                yield from self._backward(self._loss())
         yield from self.step(variant)
 
     def keep_gradients(self, variant: int) -> Iterator[Results]:
         """The averages stay, and the next action adds to them."""
-        self._loss().backward()
-        yield self._gradients()
+        yield from self._backward(self._loss())
 
     def evaluate(self, variant: int) -> Iterator[Results]:
-        """A forward pass without gradients, in training or evaluation mode, before or between forward and backward."""
-        loss = self._loss() if variant % 2 else None
-        self.network.train(variant % 3 == 0)
-        with torch.no_grad():
-            self._model(self._batch(), number=self._number)
-        self.network.train()
-        (self._loss() if loss is None else loss).backward()
+        """A forward pass without gradients, in training or evaluation mode; then a step."""
+        yield self._evaluate(variant)
+        yield from self.step(variant)
+
+    def evaluate_between(self, variant: int) -> Iterator[Results]:
+        """The same between forward and backward."""
+        loss = self._loss()
+        yield self._evaluate(variant)
+        yield from self._backward(loss)
         yield from self._update(variant)
 
     def throw_away(self, variant: int) -> Iterator[Results]:
@@ -155,7 +166,7 @@ class Run:
 
     def sum_of_two(self, variant: int) -> Iterator[Results]:
         """Two forward passes and one backward pass."""
-        (self._loss() + self._loss()).backward()
+        yield from self._backward(self._loss() + self._loss())
         yield from self._update(variant)
 
     def inputs_gradient(self, variant: int) -> Iterator[Results]:
@@ -168,8 +179,9 @@ class Run:
 
     def clip(self, variant: int) -> Iterator[Results]:
         """Gradients are changed in place between backward and the update."""
-        self._loss().backward()
+        yield from self._backward(self._loss())
         nn.utils.clip_grad_norm_(self.network.parameters(), 0.1)
+        yield self._gradients()
         yield from self._update(variant)
 
     def fail_in_forward(self, variant: int) -> Iterator[Results]:
@@ -196,22 +208,33 @@ class Run:
             self._loss().backward()
         hook.remove()
         self._optimizer.zero_grad()
-        if issubclass(self._engine, TorchDDP):
+        if isinstance(self._model, TorchDDP):
             self._model = wrap(self._engine, self.network, self._case, init_sync=False)
         yield from self.step(variant)
 
     def _batch(self) -> Tensor:
         self._number += 1
-        torch.default_generator.manual_seed(1000 * self._number + dist.get_rank())
-        return batch(self._number, self._case.dtype or torch.float32)
+        torch.manual_seed(1000 * self._number + dist.get_rank())
+        return batch(self._number, self._case.dtype or torch.float32).to(self._case.device)
 
     def _loss(self) -> Tensor:
         return loss_of(self._model(self._batch(), number=self._number))
 
+    def _evaluate(self, variant: int) -> Results:
+        self.network.train(variant % 3 == 0)
+        with torch.no_grad() if variant % 2 else torch.inference_mode():
+            outputs = self._model(self._batch(), number=self._number)
+        self.network.train()
+        return {f"output {index}": output for index, output in enumerate(tensors(outputs))}
+
+    def _backward(self, loss: Tensor) -> Iterator[Results]:
+        loss.backward()
+        yield {"loss": loss, **self._gradients()}
+
     def _update(self, variant: int) -> Iterator[Results]:
-        yield self._gradients()
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=variant % 4 != 0)
+        yield self._gradients()
         yield self._state()
 
     def _gradients(self) -> Results:
@@ -228,70 +251,84 @@ class Run:
 # Left out is what torch's DDP gets wrong or refuses: two backward passes after two forward passes, a thrown away forward pass
 # before no_sync, steps after a join with another divisor, and two forward passes that use different parameters before one
 # backward pass.
-ALWAYS = ("step", "evaluate", "clip", "keep_gradients")
-DYNAMIC = (*ALWAYS, "accumulate", "throw_away", "sum_of_two", "inputs_gradient", "fail_in_forward", "fail_in_backward")
-MODELS_OF_PROGRAMS = (
-    "images",
-    "odd",
-    "large",
-    "tied",
-    "frozen",
-    "mixed",
-    "nested",
-    "scalars",
-    "branches",
-    "same branch",
-)
+PLAIN = ("step", "accumulate", "clip", "evaluate")
+STATIC = (*PLAIN, "keep_gradients", "evaluate_between")
+DYNAMIC = (*STATIC, "throw_away", "sum_of_two", "inputs_gradient", "fail_in_forward", "fail_in_backward")
 
 
 @st.composite
-def programs(draw: st.DrawFn) -> Program:
-    model = draw(st.sampled_from(MODELS_OF_PROGRAMS))
-    static_graph = draw(st.booleans()) and model not in CHANGING
-    nested = draw(st.integers(0, 4)) == 4 and model in ("images", "large") and not static_graph
-    case = Case(
+def cases(draw: st.DrawFn, model: str, hooks: Sequence[str | None] = (None, None, *HOOKS)) -> Case:
+    hook = draw(st.sampled_from(hooks))
+    if hook == "powersgd" and model not in FLOAT32:
+        hook = None
+    # PowerSGD's callbacks start collectives in gloo's threads. With several buckets, or with the collective that finds
+    # unused parameters, each rank would start them in another order. torch's own DDP hangs then.
+    alone = hook == "powersgd"
+    static_graph = draw(st.booleans()) and model not in CHANGING and not alone
+    find_unused = draw(st.booleans()) and not alone
+    return Case(
         model,
-        bucket_cap_mb=draw(st.sampled_from([0.0001, None, 0.001, 25])),
-        as_view=draw(st.booleans()) and not nested,
-        find_unused=(draw(st.booleans()) or model in UNUSED) and not static_graph,
+        bucket_cap_mb=100 if alone else draw(st.sampled_from([0.0001, None, 0.001, 0.0003, 1, 25])),
+        as_view=draw(st.booleans()),
+        find_unused=find_unused or (model in UNUSED and not static_graph),
         static_graph=static_graph,
         broadcast_buffers=draw(st.booleans()),
-        hook=draw(st.sampled_from([None, None, None, "allreduce", "bf16"])) if not nested else None,
+        hook=hook,
         optimizer=draw(st.sampled_from(sorted(OPTIMIZERS))),
     )
+
+
+@st.composite
+def programs(draw: st.DrawFn, model: str, length: int, allowed: Sequence[str] = PLAIN) -> Program:
+    """:param allowed: names of actions, from which some are taken that torch's DDP can do with the options"""
+    case = draw(cases(model))
+    left_out: set[str] = set()
+    if case.static_graph:
+        left_out |= set(DYNAMIC) - set(STATIC)
+        left_out |= (
+            {"accumulate"} if draw(st.booleans()) else set()
+        )  # else it is no static graph with torch's; see as_torch_can
+    nested = draw(st.integers(0, 4)) == 4 and model in ("images", "large") and not case.static_graph
+    if nested:
+        case = dataclasses.replace(case, as_view=False, hook=None)
     # An exception must be one on all ranks, so it comes from a parameter that all of them use.
-    left_out = {"fail_in_backward"} if nested or model in UNUSED else set()
+    left_out |= {"fail_in_backward"} if nested or model in UNUSED or case.hook == "powersgd" else set()
     left_out |= {"sum_of_two"} if model in CHANGING else set()
-    allowed = [action for action in (ALWAYS if static_graph else DYNAMIC) if action not in left_out]
+    names = st.sampled_from([action for action in allowed if action not in left_out])
+    actions = draw(st.lists(st.tuples(names, st.integers(0, 11)), min_size=length, max_size=length))
     hooks = st.lists(st.sampled_from(sorted(PARAMETER_HOOKS)), max_size=1).map(tuple)
-    actions = draw(
-        st.lists(st.tuples(st.sampled_from(allowed), st.integers(0, 11)), min_size=ACTIONS, max_size=ACTIONS)
-    )
-    return Program(
-        case,
-        before=draw(hooks),
-        after=draw(hooks),
-        nested=nested,
-        actions=tuple(actions),
-    )
+    return Program(case, tuple(actions), before=draw(hooks), after=draw(hooks), nested=nested)
 
 
-def compare(program: Program, tolerance: float = 0) -> str | None:
-    """Run a program with torch's DDP and with ours; returns where the results first differ by more than the tolerance."""
-    engine = HandwrittenDistributedDataParallel if program.uneven is None else JoinableDistributedDataParallel
-    return compare_with(engine, program, tolerance)
+def as_torch_can(program: Program) -> Program:
+    """The same training, for torch's DDP, which cannot do all that the hand-written one can."""
+    case = program.case
+    find_unused, static_graph = case.find_unused, case.static_graph
+    if case.model == "inside" or any(action == "accumulate" for action, _ in program.actions):
+        # A static graph must not begin with no_sync; what hides in an object of its own is not averaged in the first step.
+        find_unused, static_graph = find_unused or (static_graph and case.model in UNUSED), False
+    if case.model == "reentrant" or static_graph:
+        find_unused = False  # fails there, and is of no use here
+    hook = (
+        "bf16" if case.hook == "wrapped" else case.hook
+    )  # the same, but it leaves no gradients of its own dtype behind
+    case = dataclasses.replace(case, find_unused=find_unused, static_graph=static_graph, hook=hook)
+    return dataclasses.replace(program, case=case)
+
+
+def compare(
+    program: Program, tolerance: float = 0, engine: Callable[..., nn.Module] = HandwrittenDistributedDataParallel
+) -> str | None:
+    """Run a program with torch's DDP and with another wrapper; returns where the results first differ by more than the tolerance."""
+    theirs = kept(Run(TorchDDP, as_torch_can(program)).run())
+    found = first_difference(kept(Run(engine, program).run()), theirs, tolerance)
+    return found and f"{program}: {found}"
 
 
 def compare_in_shared_memory(program: Program) -> str | None:
-    """:func:`compare` for torch's DDP with our hook. Hooks divide by the number of all ranks, also in a block of ``join``."""
-    without = dataclasses.replace(program.case, hook=None)
-    return compare_with(SharedMemoryDDP, dataclasses.replace(program, case=without, divide_by_initial_world_size=True))
-
-
-def compare_with(engine: Any, program: Program, tolerance: float = 0) -> str | None:
-    theirs, ours = (kept(Run(one, program).run()) for one in (TorchDDP, engine))
-    found = first_difference(ours, theirs, tolerance)
-    return found and f"{program}: {found}"
+    """:func:`compare` for torch's DDP with our hook."""
+    without = dataclasses.replace(program, case=dataclasses.replace(program.case, hook=None))
+    return compare(as_torch_can(without), engine=SharedMemoryDDP)
 
 
 class SharedMemoryDDP(TorchDDP):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -13,41 +14,17 @@ from hypothesis import strategies as st
 
 from ddp.all_reduce import ALL_REDUCES
 from ddp.all_reduce.choice import build_all_reduce
+from ddp.by_hand import HandwrittenDistributedDataParallel
 from ddp.rendezvous.process_group import process_group
-from tests.ddp.by_hand.wrappers import COMPRESSING, HOOKS, OPTIMIZERS, Case, compare
+from tests.ddp.by_hand.programs import Program, compare, programs
+from tests.ddp.by_hand.wrappers import COMPRESSING, Case
 from tests.support.launch import run_ranks
 from tests.support.ranks import run_in_group
-from tests.support.zoo.named import CHANGING, FLOAT32, LOW_PRECISION, MODELS, UNUSED
+from tests.support.zoo.named import LOW_PRECISION, MODELS, UNUSED
 
-
-@st.composite
-def cases_of(draw: st.DrawFn, model: str) -> Case:
-    hook = draw(st.sampled_from([None, None, *HOOKS]))
-    if hook == "powersgd" and model not in FLOAT32:
-        hook = None
-    # PowerSGD's callbacks start collectives in gloo's threads. With several buckets, or with the collective that finds
-    # unused parameters, each rank would start them in another order. torch's own DDP hangs then.
-    alone = hook == "powersgd"
-    static_graph = draw(st.booleans()) and model not in CHANGING and not alone
-    find_unused = draw(st.booleans()) and not alone
-    return Case(
-        model,
-        bucket_cap_mb=100 if alone else draw(st.sampled_from([0.0001, None, 0.001, 0.0003, 1, 25])),
-        as_view=draw(st.booleans()),
-        find_unused=find_unused or (model in UNUSED and not static_graph),
-        static_graph=static_graph,
-        broadcast_buffers=draw(st.booleans()),
-        grad_accumulation_steps=draw(st.integers(1, 3)),
-        set_to_none=draw(st.booleans()),
-        evaluate=draw(st.booleans()),
-        hook=hook,
-        optimizer=draw(st.sampled_from(sorted(OPTIMIZERS))),
-        clip=draw(st.sampled_from([None, 0.5])),
-    )
-
-
-all_cases = st.tuples(*map(cases_of, MODELS))  # one case of each model
-some_cases = st.lists(st.sampled_from(sorted(MODELS)).flatmap(cases_of), min_size=12, max_size=12)
+PROGRAMS = {model: programs(model, 20) for model in MODELS}
+all_programs = st.tuples(*PROGRAMS.values())  # one program of each model
+some_programs = st.lists(st.sampled_from(sorted(MODELS)).flatmap(PROGRAMS.__getitem__), min_size=12, max_size=12)
 
 
 def tolerance(case: Case) -> float:
@@ -56,44 +33,47 @@ def tolerance(case: Case) -> float:
     return 3e-2 if case.model in LOW_PRECISION else 1e-9
 
 
-def compared(cases: list[Case]) -> list[str]:
-    with process_group(cases[0].device, "gloo", timeout_s=60):
-        return [found for case in cases if (found := compare(case, tolerance(case)))]
+def compared(programs: list[Program]) -> list[str]:
+    with process_group(programs[0].case.device, "gloo", timeout_s=60):
+        return [found for program in programs if (found := compare(program, tolerance(program.case)))]
 
 
-def assert_equal_training(world_size: int, cases: Sequence[Case], fresh: bool = False) -> None:
-    for found in run_ranks(compared, world_size, cases, timeout_s=300, fresh=fresh):
+def assert_equal_training(world_size: int, programs: Iterable[Program], fresh: bool = False) -> None:
+    for found in run_ranks(compared, world_size, list(programs), timeout_s=300, fresh=fresh):
         assert found == []
 
 
-def in_few_steps(case: Case) -> Case:
-    return replace(case, steps=6)  # the buckets are final in the second, PowerSGD begins in the fourth
+def in_few_steps(program: Program) -> Program:
+    # The buckets are final in the second, PowerSGD begins in the fourth.
+    return replace(program, actions=program.actions[:6])
 
 
-def in_high_precision(case: Case) -> Case:
+def in_high_precision(program: Program) -> Program:
     """Where sums in another order differ by little, over few steps."""
+    case = program.case
     hook = None if case.hook in COMPRESSING else case.hook
-    return replace(case, hook=hook, steps=3, dtype=None if case.model in LOW_PRECISION else torch.float64)
+    dtype = None if case.model in LOW_PRECISION else torch.float64
+    return replace(program, case=replace(case, hook=hook, dtype=dtype), actions=program.actions[:3])
 
 
 @settings(max_examples=2, phases=[Phase.generate])  # the first example has every setting's simplest value
-@given(all_cases)
-def test_two_ranks_train_to_the_same_bits_as_torch(cases: tuple[Case, ...]) -> None:
+@given(all_programs)
+def test_two_ranks_train_to_the_same_bits_as_torch(programs: tuple[Program, ...]) -> None:
     """On two ranks, the DDP by hand trains random models and settings to the bits of torch's.
 
     Claim (ddp/by_hand/README.md): DDP by hand trains to torch's bits over random settings and seventeen models.
     """
-    assert_equal_training(2, list(map(in_few_steps, cases)))
+    assert_equal_training(2, map(in_few_steps, programs))
 
 
 @settings(max_examples=2, phases=[Phase.generate])
-@given(some_cases)
-def test_three_ranks_train_as_torch_does(cases: list[Case]) -> None:
+@given(some_programs)
+def test_three_ranks_train_as_torch_does(programs: list[Program]) -> None:
     """On three ranks, the DDP by hand trains as torch's, up to rounding.
 
     Claim (ddp/by_hand/README.md): with more ranks, and with every all-reduce, DDP by hand trains as torch's.
     """
-    assert_equal_training(3, list(map(in_high_precision, cases)))
+    assert_equal_training(3, map(in_high_precision, programs))
 
 
 @pytest.mark.gpu
@@ -104,39 +84,41 @@ def test_ranks_that_share_a_gpu_train_as_torch_does() -> None:
 
     Claim (ddp/README.md): on a GPU that two ranks share, both DDPs train, accumulate, clip, save and resume.
     """
-    cases = [
-        replace(case, find_unused=model in UNUSED, device="cuda")
+    programs = [
+        Program(replace(case, find_unused=model in UNUSED, device="cuda"), actions)
         for model in ("images", "channels last", "odd", "tied", "mixed", "branches", "checkpoint")
-        for case in (Case(model, clip=0.5), Case(model, bucket_cap_mb=0.0003, grad_accumulation_steps=2, as_view=False))
+        for case, actions in (
+            (Case(model), (("clip", 1),) * 3),
+            (Case(model, bucket_cap_mb=0.0003, as_view=False), (("accumulate", 2),) * 3),
+        )
     ]
-    assert_equal_training(2, list(map(in_high_precision, cases)), fresh=True)
+    assert_equal_training(2, map(in_high_precision, programs), fresh=True)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 @settings(max_examples=8, phases=[Phase.generate])
-@given(some_cases)
-def test_ranks_train_as_torch_does_in_many_cases(world_size: int, cases: list[Case]) -> None:
+@given(some_programs)
+def test_ranks_train_as_torch_does_in_many_cases(world_size: int, programs: list[Program]) -> None:
     """Two ranks come to the same bits in 20 steps; more ranks to the same numbers, but for rounding, in few."""
-    assert_equal_training(world_size, cases if world_size == 2 else list(map(in_high_precision, cases)))
+    assert_equal_training(world_size, programs if world_size == 2 else map(in_high_precision, programs))
 
 
 # Several buckets are summed at once, while gradients are still computed.
 BY_ALGORITHM = [
-    Case(
-        model, bucket_cap_mb=0.0003, find_unused=model in UNUSED, grad_accumulation_steps=2, set_to_none=False, steps=3
-    )
+    Program(Case(model, bucket_cap_mb=0.0003, find_unused=model in UNUSED), (("accumulate", 0),) * 3)
     for model in ("images", "branches", "large")
 ]
 
 
 def compared_by_algorithm() -> list[str]:
     failures = []
-    for case in BY_ALGORITHM if dist.get_world_size() == 2 else map(in_high_precision, BY_ALGORITHM):
+    for program in BY_ALGORITHM if dist.get_world_size() == 2 else map(in_high_precision, BY_ALGORITHM):
         for name in ALL_REDUCES:
             all_reduce = build_all_reduce(name)
-            found = compare(case, tolerance(case), all_reduce=all_reduce)
+            engine = partial(HandwrittenDistributedDataParallel, all_reduce=all_reduce)
+            found = compare(program, tolerance(program.case), engine)
             all_reduce.close()
             if found:
                 failures.append(f"{name}: {found}")

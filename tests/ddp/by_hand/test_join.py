@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,34 +15,26 @@ from ddp.conformance.expectations import expect_same
 from ddp.conformance.networks import layers
 from ddp.conformance.recorder import Recorder
 from ddp.conformance.steps import EACH_ALONE, alone, average, backward, gradients
-from tests.ddp.by_hand.programs import Program, compare
-from tests.ddp.by_hand.wrappers import Case
+from tests.ddp.by_hand.programs import Program, Uneven, cases, compare
 from tests.support.on_ranks import as_tests
 from tests.support.ranks import run_in_group
+from tests.support.zoo.named import UNUSED
 
 
 def compared(programs: list[Program]) -> list[str]:
     tolerance = 0 if dist.get_world_size() == 2 else 1e-9
-    return [found for program in programs if (found := compare(program, tolerance))]
+    results = (compare(program, tolerance, JoinableDistributedDataParallel) for program in programs)
+    return [found for found in results if found]
 
 
 @st.composite
 def uneven(draw: st.DrawFn, model: str, world_size: int) -> Program:
-    case = Case(
-        model,
-        bucket_cap_mb=draw(st.sampled_from([0.0001, None])),
-        as_view=draw(st.booleans()),
-        find_unused=draw(st.booleans()) or model == "branches",
-        broadcast_buffers=draw(st.booleans()),
-        grad_accumulation_steps=draw(st.sampled_from([1, 2])),
-        set_to_none=draw(st.booleans()),
-        hook=draw(st.sampled_from([None, None, "allreduce"])),
-        optimizer="sgd",
-        dtype=torch.float64,
-    )
+    case = draw(cases(model, [None, None, "allreduce"]))
+    case = replace(case, static_graph=False, find_unused=case.find_unused or model in UNUSED, dtype=torch.float64)
     # Whole optimizer steps: a rank that ends within one leaves the others unsure whether they are to synchronize.
     steps = tuple(draw(st.integers(0, 3)) for _ in range(world_size))
-    return Program(case, uneven=steps, divide_by_initial_world_size=draw(st.booleans()), by_join=draw(st.booleans()))
+    block = Uneven(steps, draw(st.sampled_from([1, 2])), draw(st.booleans()), draw(st.booleans()))
+    return Program(case, uneven=block)
 
 
 def all_uneven(world_size: int) -> st.SearchStrategy[list[Program]]:

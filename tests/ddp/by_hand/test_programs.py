@@ -9,7 +9,7 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from tests.ddp.by_hand.programs import Program, compare, compare_in_shared_memory, programs
+from tests.ddp.by_hand.programs import DYNAMIC, Program, compare, compare_in_shared_memory, programs
 from tests.ddp.by_hand.wrappers import Case
 from tests.support.ranks import run_in_group
 
@@ -17,8 +17,9 @@ Comparison = Callable[[Program], str | None]
 
 # Programs that once ended with other bits.
 FORWARD_FAILS_AFTER_EVALUATION = Program(
-    Case("scalars", optimizer="sgd"), actions=(("evaluate", 1), ("fail_in_forward", 7))
+    Case("scalars", optimizer="sgd"), actions=(("evaluate_between", 1), ("fail_in_forward", 7))
 )
+MODELS = ("images", "odd", "large", "tied", "frozen", "mixed", "nested", "scalars", "branches", "same branch")
 
 
 def compared(some: list[Program], how: Comparison) -> list[str]:
@@ -30,6 +31,11 @@ def assert_equal(some: list[Program], how: Comparison) -> None:
         assert found == []
 
 
+def lists_of(count: int) -> st.SearchStrategy[list[Program]]:
+    one = st.sampled_from(MODELS).flatmap(lambda model: programs(model, 20, DYNAMIC))
+    return st.lists(one, min_size=count, max_size=count)
+
+
 # torch's own DDP fails in some: a forward pass writes to buffers that an earlier pass's backward needs.
 not_of_old = pytest.mark.skipif(torch.__version__ < "2.14", reason="torch's own DDP fails in some programs before 2.14")
 in_both_ways = pytest.mark.parametrize("how", [compare, compare_in_shared_memory])
@@ -38,7 +44,7 @@ in_both_ways = pytest.mark.parametrize("how", [compare, compare_in_shared_memory
 @not_of_old
 @in_both_ways
 @settings(max_examples=2, phases=[Phase.generate])
-@given(some=st.lists(programs(), min_size=8, max_size=8))
+@given(some=lists_of(8))
 def test_random_programs_give_the_same_bits_as_torch(how: Comparison, some: list[Program]) -> None:
     """Random programs give the same bits as torch.
 
@@ -52,7 +58,7 @@ def test_random_programs_give_the_same_bits_as_torch(how: Comparison, some: list
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @settings(max_examples=50, phases=[Phase.generate])
-@given(some=st.lists(programs(), min_size=10, max_size=10))
+@given(some=lists_of(10))
 def test_500_random_programs_give_the_same_bits_as_torch(how: Comparison, some: list[Program]) -> None:
     """500 random programs give the same bits as torch, by hand and with the hook of shared memory.
 

@@ -9,8 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.ddp.by_hand.wrappers import OPTIMIZERS
-from tests.ddp.sharded.trained import Case, compare
+from tests.ddp.by_hand.programs import Program
+from tests.ddp.by_hand.wrappers import OPTIMIZERS, Case
+from tests.ddp.sharded.trained import Sharding, compare
 from tests.support.ranks import run_in_group
 from tests.support.zoo.named import LOW_PRECISION, MODELS, UNUSED
 
@@ -19,40 +20,45 @@ from tests.support.zoo.named import LOW_PRECISION, MODELS, UNUSED
 ROUNDED = {**dict.fromkeys(LOW_PRECISION, 3e-2), "scalars": 1e-6}
 
 
-def compared(cases: Sequence[Case]) -> list[str]:
+def compared(table: Sequence[tuple[Program, Sharding]]) -> list[str]:
     differences = []
-    for case in cases:
-        exact = dist.get_world_size() == 2  # each sum has two terms: the same bits in whatever order
+    for program, sharding in table:
+        case, exact = (
+            program.case,
+            dist.get_world_size() == 2,
+        )  # each sum has two terms: the same bits in whatever order
+        tolerance = ROUNDED.get(case.model, 0.0)
         if not exact:
-            case = replace(case, steps=3, dtype=None if case.model in LOW_PRECISION else torch.float64)
-        tolerance = ROUNDED.get(case.model, 0.0) if exact else 3e-2 if case.model in LOW_PRECISION else 1e-9
-        differences.append(compare(case, replace(case, stage=0), tolerance))
+            case = replace(case, dtype=None if case.model in LOW_PRECISION else torch.float64)
+            program = replace(program, case=case, actions=program.actions[:3])
+            tolerance = 3e-2 if case.model in LOW_PRECISION else 1e-9
+        differences.append(compare(program, sharding, tolerance))
     return [one for one in differences if one]
 
 
-def assert_equal_training(world_size: int, cases: Sequence[Case]) -> None:
-    for differences in run_in_group(compared, world_size, cases, timeout_s=300):
+def assert_equal_training(world_size: int, table: Sequence[tuple[Program, Sharding]]) -> None:
+    for differences in run_in_group(compared, world_size, table, timeout_s=300):
         assert differences == []
 
 
-def table(shift: int) -> list[Case]:
-    """A case of each model: all settings come about, with each stage."""
-    cases = []
+def table(shift: int) -> list[tuple[Program, Sharding]]:
+    """A program of each model: all settings come about, with each stage."""
+    rows = []
     for number, model in enumerate(MODELS, shift):
         stage = 3 - number % 3
-        cases.append(
-            Case(
-                model,
-                stage=stage,
-                units=number % 4 > 0 and not (stage == 3 and model in UNUSED),
-                all_reduce=("backend", "shared-memory", "ring")[number // 2 % 3],
-                accumulation=1 + number % 2,
-                set_to_none=number % 5 > 0,
-                evaluate=number % 3 == 1,
-                optimizer=sorted(OPTIMIZERS)[number % len(OPTIMIZERS)],
-            )
+        sharding = Sharding(
+            stage,
+            units=number % 4 > 0 and not (stage == 3 and model in UNUSED),
+            all_reduce=("backend", "shared-memory", "ring")[number // 2 % 3],
         )
-    return cases
+        optimizer = sorted(OPTIMIZERS)[number % len(OPTIMIZERS)]
+        case = Case(model, find_unused=model in UNUSED, broadcast_buffers=False, optimizer=optimizer)
+        actions = (
+            ("accumulate" if number % 2 else "step", number % 5),
+            ("evaluate" if number % 3 == 1 else "step", number),
+        )
+        rows.append((Program(case, actions * 3), sharding))
+    return rows
 
 
 def test_two_ranks_train_to_the_same_bits_as_replicas() -> None:
