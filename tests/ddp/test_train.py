@@ -128,7 +128,7 @@ def test_gradients_cross_the_network_once_per_optimizer_step(grad_accumulation_s
 def test_the_hand_written_ddp_trains_to_the_same_bits() -> None:
     """The hand-written DDP trains to the same bits.
 
-    Claim (ddp/by_hand/README.md): DDP by hand trains to torch's bits over random settings and seventeen models.
+    Claim (ddp/by_hand/README.md): DDP by hand trains to torch's bits over random settings and eighteen models.
     """
     settings = {
         "train_samples": 720,

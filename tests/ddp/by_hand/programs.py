@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from ddp.all_reduce import shared_memory_hook
 from ddp.by_hand import HandwrittenDistributedDataParallel
 from tests.ddp.by_hand.wrappers import HOOKS, OPTIMIZERS, Case, Results, first_difference, kept, wrap
-from tests.support.zoo.named import CHANGING, FLOAT32, UNUSED, batch, loss_of, tensors
+from tests.support.zoo.named import CHANGING, FLOAT32, UNUSED, loss_of, tensors
 
 
 @dataclass(frozen=True)
@@ -57,9 +57,10 @@ class Program:
     uneven: Uneven | None = None
 
 
-def _clamp(parameter: nn.Parameter) -> None:
-    assert parameter.grad is not None
-    parameter.grad.clamp_(-0.02, 0.02)
+def clamp(parameter: nn.Parameter) -> None:
+    """Bound the real parts of a gradient."""
+    if parameter.grad is not None:
+        (torch.view_as_real(parameter.grad) if parameter.grad.is_complex() else parameter.grad).clamp_(-0.02, 0.02)
 
 
 def _replace(parameter: nn.Parameter) -> None:
@@ -68,10 +69,15 @@ def _replace(parameter: nn.Parameter) -> None:
 
 
 PARAMETER_HOOKS: dict[str, Callable[[nn.Parameter], object]] = {
-    "clamp in place": lambda p: p.register_post_accumulate_grad_hook(_clamp),
+    "clamp in place": lambda p: p.register_post_accumulate_grad_hook(clamp),
     "another tensor": lambda p: p.register_post_accumulate_grad_hook(_replace),
     "half": lambda p: p.register_hook(lambda gradient: gradient * 0.5),
 }
+
+
+def whole(model: Any) -> contextlib.AbstractContextManager[nn.Module]:
+    """The plain module, with whole parameters."""
+    return model.gathered() if hasattr(model, "gathered") else contextlib.nullcontext(getattr(model, "module", model))
 
 
 class Run:
@@ -82,24 +88,30 @@ class Run:
 
     def __init__(self, engine: Callable[..., nn.Module], program: Program) -> None:
         self._engine, self._program, self._case = engine, program, program.case
-        self.network = self._case.network(
-            dist.get_rank()
-        )  # the ranks' differ, so that the wrapper has to make them one
-        self._register(program.before)
+        # The ranks' networks differ, so that the wrapper has to make them one.
+        self.network: Any = self._case.network(dist.get_rank())
+        self.networks: list[Any] = [self.network]
+        self._number = 0
+        self._register(self.network, program.before)
         if program.nested:
             name, child = next((n, c) for n, c in self.network.named_children() if list(c.parameters()))
             inner = dataclasses.replace(self._case, find_unused=False, static_graph=False, hook=None)
             setattr(self.network, name, wrap(engine, child, inner))
         self._model = wrap(engine, self.network, self._case)
-        self._register(program.after)
-        self._optimizer = OPTIMIZERS[self._case.optimizer](self._model.parameters())
-        self._number = 0
+        self._register(self._model, program.after)
+        self._begin()
 
-    def _register(self, hooks: tuple[str, ...]) -> None:
+    def _register(self, module: nn.Module, hooks: tuple[str, ...]) -> None:
         for hook in hooks:
-            for parameter in self.network.parameters():
+            for parameter in module.parameters():
                 if parameter.requires_grad:
                     PARAMETER_HOOKS[hook](parameter)
+
+    def _begin(self) -> None:
+        """Build the optimizer, and begin to average the values of what is trained."""
+        self._optimizer = OPTIMIZERS[self._case.optimizer](self._model.parameters())
+        self._trained = [p for p in self._optimizer.param_groups[0]["params"] if p.requires_grad]
+        self._averages = [parameter.detach().clone() for parameter in self._trained]
 
     def run(self) -> Iterator[tuple[str, Results]]:
         yield "after wrapping", self._state()
@@ -180,8 +192,7 @@ class Run:
     def clip(self, variant: int) -> Iterator[Results]:
         """Gradients are changed in place between backward and the update."""
         yield from self._backward(self._loss())
-        nn.utils.clip_grad_norm_(self.network.parameters(), 0.1)
-        yield self._gradients()
+        yield {"norm": self._clip(0.1), **self._gradients()}
         yield from self._update(variant)
 
     def fail_in_forward(self, variant: int) -> Iterator[Results]:
@@ -212,20 +223,84 @@ class Run:
             self._model = wrap(self._engine, self.network, self._case, init_sync=False)
         yield from self.step(variant)
 
+    def skip(self, variant: int) -> Iterator[Results]:
+        """A backward pass without an update."""
+        yield from self._backward(self._loss())
+        self._optimizer.zero_grad()
+        yield self._state()
+
+    def halve(self, variant: int) -> Iterator[Results]:
+        """Other gradients take the place of those that the next backward pass adds to."""
+        yield from self._backward(self._loss())
+        for parameter in self._trained:
+            if parameter.grad is not None:
+                parameter.grad = parameter.grad * 0.5
+        yield from self.step(variant)
+
+    @torch.no_grad()
+    def swap(self, variant: int) -> Iterator[Results]:
+        """Evaluate with averages of the weights."""
+        for parameter, average in zip(self._trained, self._averages, strict=True):
+            average.mul_(0.5).add_(parameter.to(average.dtype), alpha=0.5)
+        swapped = [parameter.clone() for parameter in self._trained]
+        torch._foreach_copy_(self._trained, self._averages)
+        yield self._evaluate(variant)
+        torch._foreach_copy_(self._trained, swapped)
+        yield self._state()
+
+    def write(self, variant: int) -> Iterator[Results]:
+        """Decay by hand."""
+        with torch.no_grad():
+            torch._foreach_mul_(self._trained, 0.9)
+        yield self._state()
+
+    def freeze(self, variant: int) -> Iterator[Results]:
+        """Freeze the last layer, or unfreeze it."""
+        for network in self.networks:
+            for parameter in network.head.parameters():
+                parameter.requires_grad_(not parameter.requires_grad)
+        yield self._state()
+
+    def convert(self, variant: int) -> Iterator[Results]:
+        """To another dtype or layout."""
+        for network in self.networks:
+            network.double() if variant % 2 else network.to(memory_format=torch.channels_last)
+        yield {}  # the next action refuses it, or shows it
+
+    def load(self, variant: int) -> Iterator[Results]:
+        """Weights of a checkpoint; copied, or assigned."""
+        assign = variant % 2 == 1
+        with whole(self._model):
+            for network in self.networks:
+                state = {name: value.clone() for name, value in network.state_dict().items()}
+                state["head.bias"] += 0.5
+                network.load_state_dict(state, assign=assign)
+        if assign:
+            self._begin()
+        yield self._state()
+
     def _batch(self) -> Tensor:
         self._number += 1
         torch.manual_seed(1000 * self._number + dist.get_rank())
-        return batch(self._number, self._case.dtype or torch.float32).to(self._case.device)
+        return self._case.inputs(self._number, dist.get_rank())
+
+    def _forward(self) -> Any:
+        return self._model(self._batch(), number=self._number)
 
     def _loss(self) -> Tensor:
-        return loss_of(self._model(self._batch(), number=self._number))
+        return loss_of(self._forward())
 
     def _evaluate(self, variant: int) -> Results:
-        self.network.train(variant % 3 == 0)
+        for network in self.networks:
+            network.train(variant % 3 == 0)
         with torch.no_grad() if variant % 2 else torch.inference_mode():
-            outputs = self._model(self._batch(), number=self._number)
-        self.network.train()
+            outputs = self._forward()
+        for network in self.networks:
+            network.train()
         return {f"output {index}": output for index, output in enumerate(tensors(outputs))}
+
+    def _clip(self, most: float) -> Tensor:
+        return nn.utils.clip_grad_norm_(self.network.parameters(), most)
 
     def _backward(self, loss: Tensor) -> Iterator[Results]:
         loss.backward()
@@ -320,7 +395,7 @@ def compare(
     program: Program, tolerance: float = 0, engine: Callable[..., nn.Module] = HandwrittenDistributedDataParallel
 ) -> str | None:
     """Run a program with torch's DDP and with another wrapper; returns where the results first differ by more than the tolerance."""
-    theirs = kept(Run(TorchDDP, as_torch_can(program)).run())
+    theirs = list(kept(Run(TorchDDP, as_torch_can(program)).run()))
     found = first_difference(kept(Run(engine, program).run()), theirs, tolerance)
     return found and f"{program}: {found}"
 

@@ -61,7 +61,7 @@ def in_high_precision(program: Program) -> Program:
 def test_two_ranks_train_to_the_same_bits_as_torch(programs: tuple[Program, ...]) -> None:
     """On two ranks, the DDP by hand trains random models and settings to the bits of torch's.
 
-    Claim (ddp/by_hand/README.md): DDP by hand trains to torch's bits over random settings and seventeen models.
+    Claim (ddp/by_hand/README.md): DDP by hand trains to torch's bits over random settings and eighteen models.
     """
     assert_equal_training(2, map(in_few_steps, programs))
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
-from tests.support.zoo.named import MODELS
+from tests.support.zoo.named import MODELS, batch
+from tests.support.zoo.random_models import POISON, SIDE, Model, Network
 
 Results = dict[str, Tensor | None]
 
@@ -23,6 +24,7 @@ Results = dict[str, Tensor | None]
 class Case:
     """A model and how it is wrapped.
 
+    :param model: of :data:`tests.support.zoo.named.MODELS`, or a random one
     :param bucket_cap_mb, as_view, find_unused, static_graph, broadcast_buffers: the wrapper's
     :param hook: of :data:`HOOKS`
     :param optimizer: of :data:`OPTIMIZERS`
@@ -30,7 +32,7 @@ class Case:
     :param device: of the model and its inputs
     """
 
-    model: str
+    model: str | Model
     bucket_cap_mb: float | None = None
     as_view: bool = True
     find_unused: bool = False
@@ -43,8 +45,16 @@ class Case:
 
     def network(self, seed: int) -> nn.Module:
         """The model, with weights of their own for each seed."""
+        if isinstance(self.model, Model):
+            return Network(replace(self.model, seed=self.model.seed + seed))
         torch.manual_seed(seed)
         return MODELS[self.model]().to(self.device, self.dtype)
+
+    def inputs(self, number: int, rank: int) -> Tensor:
+        """A rank's inputs to a micro-step."""
+        if isinstance(self.model, Model):
+            return batch(number, rank)[:, :1, :SIDE, :SIDE].clamp(-POISON, POISON)
+        return batch(number, rank, self.dtype or torch.float32).to(self.device)
 
 
 OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]] = {
@@ -86,14 +96,12 @@ def wrap(engine: Callable[..., nn.Module], model: nn.Module, case: Case, **optio
     return wrapped
 
 
-def kept(training: Iterable[tuple[str, Results]]) -> list[tuple[str, Results]]:
-    """Run a training, and keep copies of its results."""
+def kept(training: Iterable[tuple[str, Results]]) -> Iterator[tuple[str, Results]]:
+    """Copies of a training's results."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "None of the inputs have requires_grad=True")  # of reentrant checkpoints
-        return [
-            (when, {name: None if value is None else value.detach().clone() for name, value in results.items()})
-            for when, results in training
-        ]
+        for when, results in training:
+            yield when, {name: None if value is None else value.detach().clone() for name, value in results.items()}
 
 
 def difference(ours: Any, theirs: Any, tolerance: float) -> str | None:
@@ -108,7 +116,7 @@ def difference(ours: Any, theirs: Any, tolerance: float) -> str | None:
 
 
 def first_difference(
-    ours: Sequence[tuple[str, Results]], theirs: Sequence[tuple[str, Results]], tolerance: float
+    ours: Iterable[tuple[str, Results]], theirs: Iterable[tuple[str, Results]], tolerance: float
 ) -> str | None:
     """Where two recorded trainings first differ, or None."""
     for (when, results), (_, expected) in zip(ours, theirs, strict=True):

@@ -52,12 +52,16 @@ class Replicas:
                 for parameter in same:
                     parameter.grad = mean.clone()
 
-    def clip(self, most: float) -> None:
+    def clip(self, most: float) -> list[float]:
+        """Clip each replica's gradients; returns the norms."""
+        norms = []
         for replica in self.networks:
             gradients = [parameter.grad for parameter in replica.parameters() if parameter.grad is not None]
             norm = sum((gradient.abs().double() ** 2).sum().item() for gradient in gradients) ** 0.5
             for gradient in gradients:
                 gradient.mul_(min(1.0, most / (norm + 1e-6)))
+            norms.append(norm)
+        return norms
 
     def update(self, skip: bool = False) -> None:
         """The optimizers' steps, unless they are skipped; the gradients go."""

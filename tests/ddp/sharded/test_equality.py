@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from tests.support.zoo.named import LOW_PRECISION, MODELS, UNUSED
 
 # Not to the last bit at two ranks: torch's bf16 kernels round the last elements of a tensor, which are others in a shard, in
 # another way; and a parameter whose memory has gaps has none in a flat tensor, so that its matrix product is another kernel's.
-ROUNDED = {**dict.fromkeys(LOW_PRECISION, 3e-2), "scalars": 1e-6}
+ROUNDED: dict[Any, float] = {**dict.fromkeys(LOW_PRECISION, 3e-2), "scalars": 1e-6}
 
 
 def compared(table: Sequence[tuple[Program, Sharding]]) -> list[str]:

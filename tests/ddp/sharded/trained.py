@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
 from ddp.by_hand.wrapper import HandwrittenDistributedDataParallel
-from ddp.sharded import shard
-from tests.ddp.by_hand.programs import Program, Run
+from ddp.sharded import clip_grad_norm_, shard
+from ddp.sharded.zero1 import ZeRO1
+from tests.ddp.by_hand.programs import Program, Run, whole
 from tests.ddp.by_hand.wrappers import Results, first_difference, kept
 
 
@@ -35,19 +37,28 @@ def units_of(network: nn.Module) -> list[nn.Module]:
 
 
 def weights(model: Any) -> dict[str, Tensor]:
-    """The whole parameters and buffers by name."""
-    with model.gathered() as module:
-        return {name: value.clone() for name, value in module.state_dict().items()}
+    """The whole parameters and all buffers, by name."""
+    with whole(model) as module:
+        named = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
+        return {n: getattr(t, "full_tensor", t.clone)().detach().clone().contiguous() for n, t in named}
 
 
 class WholeRun(Run):
-    """A run whose gradients are not looked at: each rank may have a shard of them."""
+    """A run of which outputs and whole weights are compared; gradients are not, since each rank may have a shard of them."""
+
+    def _backward(self, loss: Tensor) -> Iterator[Results]:
+        loss.backward()
+        yield {"loss": loss}
+
+    def _clip(self, most: float) -> Tensor:
+        clip = clip_grad_norm_ if isinstance(self._model, ZeRO1) else nn.utils.clip_grad_norm_
+        return clip(self._model.parameters(), most)
 
     def _gradients(self) -> Results:
         return {}
 
     def _state(self) -> Results:
-        return dict(weights(self._model)) if hasattr(self._model, "gathered") else dict(self.network.state_dict())
+        return dict(weights(self._model))
 
     def close(self) -> None:
         getattr(self._model, "close", lambda: None)()
@@ -56,6 +67,6 @@ class WholeRun(Run):
 def compare(program: Program, sharding: Sharding, tolerance: float) -> str | None:
     """Where a program on shards first differs from the same one on replicas, or None."""
     ours, theirs = WholeRun(sharding, program), WholeRun(HandwrittenDistributedDataParallel, program)
-    difference = first_difference(kept(ours.run()), kept(theirs.run()), tolerance)
+    difference = first_difference(list(kept(ours.run())), kept(theirs.run()), tolerance)
     ours.close()
     return difference and f"{program}, {sharding}: {difference}"

@@ -217,6 +217,27 @@ class Checkpointed(nn.Module):
         return x
 
 
+class HalfUsed(nn.Module):
+    """A layer that is used, and one that is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(6, 6), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.used(x))
+
+
+class Segment(nn.Sequential):
+    """Layers that are computed again together: the first is needed before its own backward pass begins."""
+
+    def __init__(self) -> None:
+        super().__init__(HalfUsed(), HalfUsed(), HalfUsed(), nn.Linear(6, 5))
+
+    def forward(self, x: Tensor, number: int) -> Any:  # type: ignore[override]
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "images": Images,
     "channels last": lambda: Images(torch.channels_last),
@@ -234,10 +255,11 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "large branches": lambda: Branches(144, 5000),
     "same branch": SameBranch,
     "checkpoint": lambda: Checkpointed(use_reentrant=False),
+    "segment": Segment,
     "reentrant": lambda: Checkpointed(use_reentrant=True),
 }
 CHANGING = {"branches", "large branches"}  # need find_unused_parameters
-UNUSED = {*CHANGING, "same branch"}  # that, or static_graph
+UNUSED = {*CHANGING, "same branch", "segment"}  # that, or static_graph
 LOW_PRECISION = {"mixed", "half"}
 FLOAT32 = {"images", "channels last", "odd", "large", "tied", "frozen", "sequences", "checkpoint", "reentrant"}
 
@@ -254,9 +276,9 @@ class Failing(torch.autograd.Function):
         raise ArithmeticError("in the middle of backward")
 
 
-def batch(number: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """This rank's inputs to a micro-step: [BATCH, 4, 6, 6]."""
-    generator = torch.Generator().manual_seed(1000 * dist.get_rank() + number)
+def batch(number: int, rank: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """A rank's inputs to a micro-step: [BATCH, 4, 6, 6]."""
+    generator = torch.Generator().manual_seed(1000 * rank + number)
     return torch.randn(BATCH, 4, 6, 6, generator=generator).to(dtype)
 
 
