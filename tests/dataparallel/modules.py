@@ -10,9 +10,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
+from torch.utils._pytree import tree_flatten, tree_map_only
 
 from dataparallel.parallel import HandwrittenDataParallel
+from tests.support.zoo.named import loss_of, tensors
 from tests.support.zoo.random_models import CHANNELS, LAYOUTS, PER_SAMPLE, SIDE, Part, build
 
 CPU = torch.device("cpu")
@@ -28,18 +29,6 @@ def assert_same(actual: Any, expected: Any) -> None:
             assert one.requires_grad == other.requires_grad
         else:
             assert one == other
-
-
-def tensors(value: Any) -> list[Tensor]:
-    """All tensors in nested containers."""
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
-
-
-def loss_of(outputs: Any) -> Tensor:
-    """A loss in which each element has a different weight."""
-    learned = [output for output in tensors(outputs) if output.requires_grad]
-    terms = [(one * torch.linspace(0.5, 2, one.numel(), device=one.device).view_as(one)).sum() for one in learned]
-    return torch.stack([term.double() for term in terms]).sum() if terms else torch.zeros((), requires_grad=True)
 
 
 def outcome(forward: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -16,12 +16,12 @@ from tests.dataparallel.modules import (
     assert_same,
     batch_sizes,
     images,
-    loss_of,
     outcome,
     random_cases,
     random_models,
     rows,
 )
+from tests.support.zoo.named import loss_of
 
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 

@@ -17,11 +17,11 @@ from tests.dataparallel.modules import (
     images,
     layer,
     linear,
-    loss_of,
     random_model,
     rows,
     wrapped,
 )
+from tests.support.zoo.named import loss_of
 from tests.support.zoo.random_models import Part
 
 

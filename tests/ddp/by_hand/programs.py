@@ -158,6 +158,7 @@ class Run:
     def keep_gradients(self, variant: int) -> Iterator[Results]:
         """The averages stay, and the next action adds to them."""
         yield from self._backward(self._loss())
+        yield self._state()
 
     def evaluate(self, variant: int) -> Iterator[Results]:
         """A forward pass without gradients, in training or evaluation mode; then a step."""
@@ -192,7 +193,7 @@ class Run:
     def clip(self, variant: int) -> Iterator[Results]:
         """Gradients are changed in place between backward and the update."""
         yield from self._backward(self._loss())
-        yield {"norm": self._clip(0.1), **self._gradients()}
+        yield {"norm": self._clip(0.1).double(), **self._gradients()}
         yield from self._update(variant)
 
     def fail_in_forward(self, variant: int) -> Iterator[Results]:
@@ -242,11 +243,17 @@ class Run:
         """Evaluate with averages of the weights."""
         for parameter, average in zip(self._trained, self._averages, strict=True):
             average.mul_(0.5).add_(parameter.to(average.dtype), alpha=0.5)
-        swapped = [parameter.clone() for parameter in self._trained]
-        torch._foreach_copy_(self._trained, self._averages)
+        kept_values = [parameter.clone() for parameter in self._trained]
+        self._copy(self._averages, through_data=variant % 3 == 0)
+        if dist.get_rank() == 0:  # another model's, on one rank alone
+            torch.optim.SGD([nn.Parameter(torch.ones(1))]).step()
         yield self._evaluate(variant)
-        torch._foreach_copy_(self._trained, swapped)
+        self._copy(kept_values, through_data=variant % 3 == 0)
         yield self._state()
+
+    def _copy(self, values: list[Tensor], through_data: bool) -> None:
+        for parameter, value in zip(self._trained, values, strict=True):
+            (parameter.data if through_data else parameter).copy_(value)
 
     def write(self, variant: int) -> Iterator[Results]:
         """Decay by hand."""

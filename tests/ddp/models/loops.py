@@ -27,7 +27,7 @@ WRAPPERS: dict[str, Callable[..., nn.Module]] = {
     **{f"zero{stage}": Sharding(stage) for stage in (1, 2, 3)},
 }
 # With a number that is odd: in inference mode, an evaluation would make inference tensors of buffers that are assigned.
-GOING_ON = ("step", "accumulate", "clip", "skip", "halve", "evaluate", "swap", "write")
+GOING_ON = ("step", "accumulate", "clip", "skip", "keep_gradients", "halve", "evaluate", "swap", "write")
 CHANGES = [("freeze", 1), ("convert", 0), ("convert", 1), ("load", 0), ("load", 1)]  # some of which are refused
 
 

@@ -172,25 +172,6 @@ def test_what_a_rank_holds_and_sends(stage: int, ranks: int) -> None:
 # Other uses
 
 
-def looked_at_in_between(stage: int) -> None:
-    """A forward pass, or a look at the parameters, between backward and the step: the next pass has the step's parameters."""
-    control = network()
-    model: Any = shard(network(), stage)
-    optimizers = [adamw(one) for one in (model, control)]
-    for number in range(3):
-        loss_of(model, tokens(number)).backward()
-        loss_of(control, torch.cat([tokens(number, rank) for rank in range(dist.get_world_size())])).backward()
-        with torch.no_grad():
-            model(tokens(99))
-        with model.gathered():
-            pass
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        with torch.no_grad():
-            assert torch.allclose(model(tokens(99)), control(tokens(99)), atol=1e-4)
-
-
 class Twice(nn.Module):
     """A module that two units share."""
 
@@ -337,7 +318,6 @@ class Lonely(nn.Module):
 
 EACH_STAGE = (
     against_fully_shard,
-    looked_at_in_between,
     shared_module,
     after_an_exception,
 )

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
@@ -19,25 +18,6 @@ from tests.ddp.sharded.pair import STAGES, Model, Pair, inputs, network
 from tests.support.ranks import run_in_group
 
 # Writes between passes
-
-
-def written_shards(stage: int) -> None:
-    """Evaluation with averaged weights, and training goes on with those from before; written in place, or through ``.data``."""
-    pair = Pair(stage)
-    for through_data in (False, True):
-        pair.step(0)
-        averages = [[0.5 * p.detach() for p in model.parameters()] for model, _ in pair.both]
-        kept = [[p.data.clone() for p in model.parameters()] for model, _ in pair.both]
-        with torch.no_grad():
-            pair.model(inputs(1))
-            for values in (averages, kept):
-                for (model, _), ours in zip(pair.both, values, strict=True):
-                    for parameter, value in zip(model.parameters(), ours, strict=True):
-                        (parameter.data if through_data else parameter).copy_(value)
-                if dist.get_rank() == 0:  # another model's, on one rank alone
-                    torch.optim.SGD([nn.Parameter(torch.ones(1))]).step()
-                dist.barrier()
-                pair.check()
 
 
 def written_whole(stage: int) -> None:
@@ -282,7 +262,6 @@ def other_gradients(stage: int) -> None:
 
 ON_TWO_RANKS = (
     other_gradients,
-    written_shards,
     written_whole,
     written_before_backward,
     alone,
