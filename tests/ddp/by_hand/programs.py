@@ -1,5 +1,5 @@
 """Training programs: what scripts do in a step and between two, run with torch's DDP and with another wrapper, compared action by
-action. One strategy draws them for all tests.
+action. :func:`programs` draws them.
 """
 
 from __future__ import annotations
@@ -245,11 +245,16 @@ class Run:
             average.mul_(0.5).add_(parameter.to(average.dtype), alpha=0.5)
         kept_values = [parameter.clone() for parameter in self._trained]
         self._copy(self._averages, through_data=variant % 3 == 0)
-        if dist.get_rank() == 0:  # another model's, on one rank alone
-            torch.optim.SGD([nn.Parameter(torch.ones(1))]).step()
+        self._step_another_model()
         yield self._evaluate(variant)
         self._copy(kept_values, through_data=variant % 3 == 0)
         yield self._state()
+
+    def _step_another_model(self) -> None:
+        """On one rank alone: no wrapper takes that for a step of its own."""
+        if dist.get_rank() == 0:
+            torch.optim.SGD([nn.Parameter(torch.ones(1))]).step()
+        dist.barrier()
 
     def _copy(self, values: list[Tensor], through_data: bool) -> None:
         for parameter, value in zip(self._trained, values, strict=True):

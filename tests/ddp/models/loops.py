@@ -92,6 +92,9 @@ class Emulated(WholeRun):
                 clamp(parameter)
         yield {"loss": self._own_loss}
 
+    def _step_another_model(self) -> None:
+        """There is no wrapper."""
+
     def _clip(self, most: float) -> Tensor:
         return torch.tensor(self._replicas.clip(most)[dist.get_rank()])
 
