@@ -87,23 +87,34 @@ def stock(files: ImageFiles, epoch: int, batch_size: int, workers: int = 0, thre
     files.transform = to_tensor
     sampler = ShuffledSampler(len(files), seed=files.seed)
     sampler.set_epoch(epoch)
-    dataset = ThreadedFetch(files, threads) if threads else files
-    return _batches(dataset, workers, batch_size=batch_size, sampler=sampler, collate_fn=collate)
+    return iter(
+        DataLoader(
+            ThreadedFetch(files, threads) if threads else files,
+            batch_size,
+            sampler=sampler,
+            num_workers=workers,
+            collate_fn=collate,
+            worker_init_fn=start_worker,
+            multiprocessing_context=CONTEXT if workers else None,
+        )
+    )
 
 
 def whole_batches(files: ImageFiles, epoch: int, batch_size: int, workers: int = 0) -> Iterator[Any]:
     """``DataLoader`` over a data set that fills whole batches."""
     sampler = ShuffledBatches(ShuffledSampler(len(files), seed=files.seed), batch_size)
     sampler.set_epoch(epoch)
-    return _batches(ImageBatches(files), workers, batch_sampler=sampler, collate_fn=keep_batch)
-
-
-def _batches(dataset: Any, workers: int, **settings: Any) -> Iterator[Any]:
-    context = CONTEXT if workers else None
-    loader = DataLoader(
-        dataset, num_workers=workers, worker_init_fn=start_worker, multiprocessing_context=context, **settings
+    collate_fn: Any = keep_batch
+    return iter(
+        DataLoader(
+            ImageBatches(files),
+            batch_sampler=sampler,  # type: ignore[arg-type]
+            num_workers=workers,
+            collate_fn=collate_fn,
+            worker_init_fn=start_worker,
+            multiprocessing_context=CONTEXT if workers else None,
+        )
     )
-    return iter(loader)
 
 
 def fast(files: ImageFiles, epoch: int, batch_size: int, workers: int = 0) -> Iterator[Any]:
