@@ -23,6 +23,8 @@ def _on_gpu(original: Any, *args: Any, **kwargs: Any) -> Any:
         return original(*args, **kwargs)
     with drawn_on_gpu():
         made = original(*args, **kwargs | {"device": "cpu"})
+    if original.__name__ in _MAY_SHARE:
+        made = made.clone()
     mark(made)
     return made
 
@@ -33,19 +35,10 @@ def _like_one_on_gpu(original: Any, like: Tensor, *args: Any, **kwargs: Any) -> 
     return _on_gpu(original, like, *args, **kwargs | on_gpu)
 
 
-def _own_memory_on_gpu(original: Any, *args: Any, **kwargs: Any) -> Any:
-    if not is_gpu(kwargs.get("device")):
-        return original(*args, **kwargs)
-    made = original(*args, **kwargs | {"device": "cpu"}).clone()
-    mark(made)
-    return made
-
-
 for _namespace in _NAMESPACES:
     for _name, _function in vars(_namespace).copy().items():
-        if callable(_function) and _function in _device_constructors() and _name not in _MAY_SHARE:
+        if callable(_function) and _function in _device_constructors():
             replace(_namespace, _name)(_on_gpu)
-replace(torch, *_MAY_SHARE)(_own_memory_on_gpu)
 replace(torch, *_LIKE)(_like_one_on_gpu)
 replace(Tensor, *_NEW)(_on_gpu)
 

@@ -201,7 +201,6 @@ _ACCELERATOR: dict[str, Any] = {
     "memory_stats": lambda device=None: defaultdict(int),
     **{name: function for name, function in _FUNCTIONS.items() if name.endswith(("_allocated", "_reserved", "_stats"))},
 }
-if hasattr(torch, "accelerator"):
-    _take_the_place_of(torch.accelerator, _ACCELERATOR)
+_take_the_place_of(torch.accelerator, _ACCELERATOR)
 _take_the_place_of(torch.cuda.nvtx, dict.fromkeys(("range_push", "range_pop", "mark"), _nothing) | {"range": _block})
 _take_the_place_of(torch.cuda.profiler, dict.fromkeys(("start", "stop"), _nothing))

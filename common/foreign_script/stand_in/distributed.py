@@ -118,9 +118,9 @@ def all_gather(original: Any, output: Any, input: Any, *args: Any, **kwargs: Any
 @replace(DistributedDataParallel, "__init__")
 def ddp_init(original: Any, self: Any, module: Any, *args: Any, **kwargs: Any) -> None:
     given = _arguments(original, (self, module, *args), kwargs)
-    for name in ("self", "module", "device_ids", "output_device"):
+    for name in ("device_ids", "output_device"):
         given.pop(name, None)
-    original(self, module, **given)
+    original(**given)
     self.device_ids = None
 
 

@@ -62,11 +62,8 @@ def to(original: Any, self: Tensor, *args: Any, **kwargs: Any) -> Any:
         return cpu(original, self, *args, **kwargs)
     if not is_gpu(device):
         return original(self, *args, **kwargs)
-    if args:
-        args = (CPU, *args[1:])
-    else:
-        kwargs["device"] = CPU
-    return to_gpu(self, original(self, *args, **kwargs))
+    kwargs.pop("device", None)
+    return to_gpu(self, original(self, CPU, *args[1:], **kwargs))
 
 
 @replace(Tensor, "type")
