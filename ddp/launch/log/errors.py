@@ -187,7 +187,9 @@ def _frames(error: Error, line: Line) -> Generator[bool, Line, tuple[Line, re.Ma
     while foreign < MOST_FOREIGN_LINES:
         if frame := FRAME.search(line.text):
             error.frames = error.frames[-LONGEST_TRACEBACK:]
-            error.frames.append(_frame(frame))
+            error.frames.append(
+                Frame(frame["file"] or frame["rich"], int(frame["line"] or frame["number"]), frame["function"] or "")
+            )
             foreign = 0
         elif error.frames and HEADER in line.text:  # another one begins, and this one has no end
             error.frames, outer = [], _indent(line.text)
@@ -237,7 +239,3 @@ def _own_frames(error: Error, other: Error) -> list[Frame]:
 
 def _indent(text: str) -> int:
     return len(text) - len(text.lstrip())
-
-
-def _frame(found: re.Match[str]) -> Frame:
-    return Frame(found["file"] or found["rich"], int(found["line"] or found["number"]), found["function"] or "")

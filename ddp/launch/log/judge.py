@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 import signal
 from collections.abc import Callable
-from dataclasses import replace
 
 from ddp.launch.log.errors import DISAGREE, LOST, STOPPED, SUMMARY, WAITED, Error
 from ddp.launch.log.evidence import Evidence
@@ -195,10 +194,12 @@ def _watchdog(evidence: Evidence) -> Verdict | None:
     judged = evidence.watchdogs.judge(range(max(evidence.ranks, default=-1) + 1))
     if judged is None:
         return None
-    verdict = Verdict(judged.cause, tuple(sorted(judged.ranks)), certain=judged.certain, advice=(RECORDER, STACKS))
-    return replace(
-        verdict,
+    return Verdict(
+        judged.cause,
+        tuple(sorted(judged.ranks)),
+        certain=judged.certain,
         notes=tuple(evidence.watchdogs.lines()),
+        advice=(RECORDER, STACKS),
         message="Watchdog caught collective operation timeout: WorkNCCL",
     )
 
