@@ -79,9 +79,7 @@ class DoctorConfig:
     timeout: float = option(60.0, "seconds to wait for the other ranks", above=0, maximum=86_400)
     device: str = option("auto", "as in ddp.train", choices=DEVICES)
     interface: str | None = option(None, "as in ddp.train", per_node=True)
-    run_dir: Path = option(
-        None, "folder of the runs, whose disk is looked at, and whether all hosts see it (default: runs)"
-    )
+    run_dir: Path = option(Path("runs"), "folder of the runs, whose disk is looked at, and whether all hosts see it")
     explain: str | None = option(
         None,
         "explain this log (a file, a folder or -), or say what symptoms.md has of this message, and do nothing else",
@@ -99,7 +97,7 @@ def main() -> None:
     with clean_exit(env), rank_logging(env), rendezvous_errors(env):
         store = rendezvous_store(env, config.timeout, config)  # there the ranks compare what they were started with
         everyone = exchange_facts(store, env)
-        problems = [*wrong_clocks(everyone), *wrong_hosts(everyone, store, env, config.run_dir or Path("runs"))]
+        problems = [*wrong_clocks(everyone), *wrong_hosts(everyone, store, env, config.run_dir)]
         if env.is_main:
             print_results(report(problems, everyone))
         hosts = first_ranks(everyone)
