@@ -39,7 +39,7 @@ from common.training.precision import PRECISIONS, autocast
 from common.training.recipes import load_dataset
 from ddp.bench.variants import DDPVariant
 from ddp.config import TrainConfig, require_samples
-from ddp.job import Job, StepGuard
+from ddp.job import Job
 from ddp.rendezvous.process_group import process_group
 from ddp.train import build_job, train_step
 
@@ -140,12 +140,6 @@ def endless_batches(job: Job) -> Iterator[Batch]:
     for epoch in itertools.count():
         job.sampler.set_epoch(epoch)
         yield from job.guard.batches(job.loader)
-
-
-def without_guard(job: Job) -> Job:
-    """The job with the guard that does nothing."""
-    job.guard = StepGuard()
-    return job
 
 
 def trainer_step(job: Job, batches: Iterator[Batch] | None = None) -> Step:

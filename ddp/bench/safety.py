@@ -23,9 +23,9 @@ from pathlib import Path
 from common.benchmarking.turns import Step
 from common.command_line.cli import option, parse
 from common.training.metrics import MetricsWriter
-from ddp.bench.overhead import OverheadConfig, measure, report, trainer_step, without_guard
+from ddp.bench.overhead import OverheadConfig, measure, report, trainer_step
 from ddp.checkpoint.checkpointer import Checkpointer
-from ddp.job import Job
+from ddp.job import Job, StepGuard
 
 PLAIN, AGAIN, GUARDED, BACKGROUND, WAITING = "plain", "plain again", "guarded", "saving in the background", "saving"
 AGAINST = {AGAIN: PLAIN, GUARDED: PLAIN, BACKGROUND: GUARDED, WAITING: GUARDED}
@@ -55,6 +55,11 @@ def main(argv: Sequence[str]) -> None:
             files.callback(shutil.rmtree, run.run_dir, ignore_errors=True)
         metrics = files.enter_context(MetricsWriter(run.run_dir, silent=not env.is_main))
 
+        def plain(_: ExitStack) -> Step:
+            own = job()
+            own.guard = StepGuard()
+            return trainer_step(own)
+
         def guarded(stack: ExitStack) -> Job:
             own = job()
             stack.enter_context(own.watchdog)
@@ -65,8 +70,8 @@ def main(argv: Sequence[str]) -> None:
             return saving_step(guarded(stack), checkpointer, config.steps)
 
         loops: dict[str, Callable[[ExitStack], Step]] = {
-            PLAIN: lambda _: trainer_step(without_guard(job())),
-            AGAIN: lambda _: trainer_step(without_guard(job())),
+            PLAIN: plain,
+            AGAIN: plain,
             GUARDED: lambda stack: trainer_step(guarded(stack)),
             BACKGROUND: functools.partial(saving, True),
             WAITING: functools.partial(saving, False),
