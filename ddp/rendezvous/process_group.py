@@ -87,7 +87,8 @@ def clean_exit(env: DistEnv) -> Iterator[None]:
         from ddp.rendezvous.fork_safety import rest_before_forks  # only for Pythons with the defect
 
         rest_before_forks()
-    with stop_signals(), _ending_with_agent():
+    has_agent = "TORCHELASTIC_RUN_ID" in os.environ
+    with stop_signals(), ending_with_agent() if has_agent else contextlib.nullcontext():
         together = False
         try:
             yield
@@ -112,12 +113,6 @@ def _leave_group(env: DistEnv, together: bool) -> None:
     with contextlib.suppress(RuntimeError):  # the error that ends the block is the one to report
         # HACK: the public destroy waits. If torch renames it, a rank that leaves alone raises AttributeError over its own error.
         dist.distributed_c10d._abort_process_group()
-
-
-def _ending_with_agent() -> contextlib.AbstractContextManager[None]:
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
-        return contextlib.nullcontext()
-    return ending_with_agent()
 
 
 def rendezvous_store(env: DistEnv, timeout_s: float, settings: Any = None) -> Store:
