@@ -245,7 +245,7 @@ def _run_again(
 ) -> Trace:
     """:raises UsageError: if the script fails, which it did not before"""
     trace, outcome = _run(config, folder, script, ranks, kill_at, batches, Path(os.devnull))
-    why = why_ended(outcome)
+    why = why_ended(trace, outcome)
     if why and not kill_at:
         raise UsageError(why)
     return trace

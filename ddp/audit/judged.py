@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 
-from common.foreign_script.failure import own_lines, why_failed
+from common.foreign_script.failure import own_lines, short, why_failed
 from common.foreign_script.run import Outcome
 from ddp.audit.detectors import averages, replicas, weights
 from ddp.audit.trace import Trace
@@ -12,6 +13,7 @@ from ddp.audit.watch.event_types import (
     Backward,
     Clip,
     Collective,
+    CollectiveBegins,
     Compiled,
     Evaluation,
     Forward,
@@ -70,7 +72,7 @@ def _why_unjudged(trace: Trace, outcome: Outcome) -> str | None:
     """One line, or None if the run can be judged."""
     if trace.errors:
         return f"the audit itself failed: {trace.errors[0]}"
-    if why := why_ended(outcome):
+    if why := why_ended(trace, outcome):
         return why
     if not trace.ranks:
         return (
@@ -87,11 +89,33 @@ def _why_unjudged(trace: Trace, outcome: Outcome) -> str | None:
     return f"the script took no optimizer step of torch.optim ({passes} backward passes were seen)"
 
 
-def why_ended(outcome: Outcome) -> str | None:
+def why_ended(trace: Trace, outcome: Outcome) -> str | None:
     """Why a run ended before the script did; None if it did not."""
+    if outcome.status == 0:
+        return None
     if outcome.status is None:
-        return f"the script did not end within {outcome.seconds:.0f} s: {'; '.join(map(_place, outcome.stacks))}"
-    return why_failed(outcome) if outcome.status else None
+        why = f"the script did not end within {outcome.seconds:.0f} s: {'; '.join(map(_place, outcome.stacks))}"
+    else:
+        why = why_failed(outcome)
+    # If no error came first, a rank that has called less did not end by one.
+    return why + _parting(trace, count_missing=outcome.status is None or "gloo/transport" in outcome.traceback)
+
+
+def _parting(trace: Trace, count_missing: bool) -> str:
+    """Where the ranks part: the first collective of all ranks that they do not all call; empty if there is none.
+
+    :param count_missing: whether it counts, too, if a rank has called none there
+    """
+    for row in itertools.zip_longest(*(rank.all(CollectiveBegins) for rank in trace.ranks)):
+        said = dict[str, str]()  # by what is called, the first rank that calls it
+        for rank, call in zip(trace.ranks, row, strict=True):
+            if call:
+                said.setdefault(call.what, f"rank {rank.rank} calls {call.what} at {short(call.where)}")
+            elif count_missing:
+                said.setdefault("", f"rank {rank.rank} calls none")
+        if len(said) > 1:
+            return f"; the ranks part: {', '.join(said.values())}"
+    return ""
 
 
 def _place(stack: str) -> str:

@@ -55,17 +55,13 @@ def _is_equal(finding: Finding, variation: Variation, base: Trace) -> bool | Non
         return verdict.numbers if finding.name == "loss-divided-by-ranks" else None
     if kind != "ranks":
         return None
-    if finding.name == "same-noise" and variation.other:
-        return _draws_as_before(finding.where, base, variation.other)
-    if finding.name == "same-augmentation" and variation.other:
-        return _draws_as_often(base, variation.other)
-    if finding.name == "hash-of-strings" and variation.other:
-        return _contents_as_before(base, variation.other)
+    if finding.name in COUNTS and variation.other:
+        return COUNTS[finding.name](finding.where, base, variation.other)
     is_equal: bool | None = getattr(verdict, SETTLES.get(finding.name, ""), None)
     return is_equal
 
 
-def _contents_as_before(base: Trace, other: Trace) -> bool | None:
+def _contents_as_before(_: str, base: Trace, other: Trace) -> bool | None:
     """Whether the samples of the same numbers are the same in all processes."""
     parts = [
         {pair for epoch in rank.training for pair in epoch.numbered()}
@@ -78,7 +74,7 @@ def _contents_as_before(base: Trace, other: Trace) -> bool | None:
     return len(found) == len(dict(found)) if found else None
 
 
-def _draws_as_often(base: Trace, other: Trace) -> bool | None:
+def _draws_as_often(_: str, base: Trace, other: Trace) -> bool | None:
     """Whether NumPy and Python draw as much for the first step: if not, but as much as in a later one, they draw for each sample."""
     for number in range(2):
         ours, theirs = ([step.before.generators[number] for step in trace.ranks[0].steps] for trace in (base, other))
@@ -91,3 +87,7 @@ def _draws_as_before(where: str, base: Trace, other: Trace) -> bool | None:
     """Whether a line draws as much on one rank with larger batches: if not, it draws for each sample."""
     ours, theirs = ([one.shape for one in trace.ranks[0].all(Draw) if one.where == where] for trace in (base, other))
     return ours[0] == theirs[0] if ours and theirs else None
+
+
+# Comparisons that no verdict has, by the names of their suspicions.
+COUNTS = {"same-noise": _draws_as_before, "same-augmentation": _draws_as_often, "hash-of-strings": _contents_as_before}

@@ -139,9 +139,19 @@ _FUNCTIONS: dict[str, Any] = {
     "get_device_name": _always(NAME),
     "get_device_capability": _always(CAPABILITY),
     "get_device_properties": properties,
-    **dict.fromkeys(("init", "synchronize", "empty_cache", "ipc_collect", "set_stream", "_lazy_init"), _nothing),
     **dict.fromkeys(
-        ("set_per_process_memory_fraction", "reset_peak_memory_stats", "reset_max_memory_allocated"), _nothing
+        (
+            "init",
+            "synchronize",
+            "empty_cache",
+            "ipc_collect",
+            "set_stream",
+            "_lazy_init",
+            "set_per_process_memory_fraction",
+            "reset_peak_memory_stats",
+            "reset_max_memory_allocated",
+        ),
+        _nothing,
     ),
     "Stream": Stream,
     "Event": Event,
@@ -188,18 +198,14 @@ for _kind in ("Float", "Double", "Half", "BFloat16", "Byte", "Char", "Short", "I
     setattr(torch.cuda, f"{_kind}Tensor", getattr(torch, f"{_kind}Tensor"))
 
 _ACCELERATOR: dict[str, Any] = {
-    "is_available": _always(True),
-    "device_count": _always(COUNT),
+    **{name: function for name, function in _FUNCTIONS.items() if hasattr(torch.accelerator, name)},
     "current_accelerator": lambda check_available=False: torch.device("cuda"),
     **dict.fromkeys(("current_device_index", "current_device_idx"), lambda: _current),
     **dict.fromkeys(("set_device_index", "set_device_idx"), set_device),
     "device_index": device,
-    "current_stream": Stream,
-    **dict.fromkeys(("set_stream", "synchronize", "empty_cache", "empty_host_cache"), _nothing),
+    "empty_host_cache": _nothing,
     "get_memory_info": _always((MEMORY, MEMORY)),
     "get_device_capability": _always({}),
-    "memory_stats": lambda device=None: defaultdict(int),
-    **{name: function for name, function in _FUNCTIONS.items() if name.endswith(("_allocated", "_reserved", "_stats"))},
 }
 _take_the_place_of(torch.accelerator, _ACCELERATOR)
 _take_the_place_of(torch.cuda.nvtx, dict.fromkeys(("range_push", "range_pop", "mark"), _nothing) | {"range": _block})

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from ddp.audit.detectors.replicas import differing
 from ddp.audit.finding import Finding, Findings
-from ddp.audit.trace import Epoch, Trace, together
+from ddp.audit.trace import Epoch, RankTrace, Trace, together
 from ddp.audit.watch.event_types import (
     Backward,
     Batch,
@@ -100,25 +100,25 @@ def _samples(of_ranks: Sequence[Epoch]) -> Findings:
 
 def _trained_on(trace: Trace) -> Findings:
     """Samples of the set on which training has gone on before. Rows are compared, since each data set has numbers of its own."""
-    trained, by_first = dict[int, set[int]](), dict[int, set[int]]()  # by all ranks and by rank 0, of each data set
-    for rank in trace.ranks:
-        for epoch in rank.training:
-            trained.setdefault(epoch.begin.dataset, set()).update(epoch.rows)
-            if rank is trace.ranks[0]:
-                by_first.setdefault(epoch.begin.dataset, set()).update(epoch.rows)
     latest: int | None = None
     for epoch in trace.ranks[0].epochs:
         if epoch.trains:
             latest = epoch.begin.dataset
-        elif latest is not None and epoch.begin.dataset not in trained:
+        elif latest is not None and not _trained(trace.ranks, epoch.begin.dataset):
             rows = set(epoch.rows)
-            common, of_all = len(rows & trained[latest]), len(rows)
-            if not rows & by_first[latest] and LEAST_COMMON <= common < of_all:  # all: it evaluates the training set
+            common, of_all = len(rows & _trained(trace.ranks, latest)), len(rows)
+            by_itself = rows & _trained(trace.ranks[:1], latest)
+            if not by_itself and LEAST_COMMON <= common < of_all:  # all: it evaluates the training set
                 text = f"{common} of {of_all} samples that rank 0 evaluates are trained on by other ranks, and none by itself"
                 yield Finding("splits-differ", epoch.begin, text, 0)
             elif 2 * common > of_all:
                 text = f"{common} of {of_all} samples of this evaluation are trained on, too"
                 yield Finding("evaluates-what-is-trained-on", epoch.begin, text, 0)
+
+
+def _trained(ranks: Sequence[RankTrace], dataset: int) -> set[int]:
+    """The rows of a data set on which these ranks train."""
+    return {row for rank in ranks for epoch in rank.training if epoch.begin.dataset == dataset for row in epoch.rows}
 
 
 def _changed(trace: Trace) -> Findings:

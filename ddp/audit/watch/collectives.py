@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from .event_types import Collective, PutBack, WithoutGradient
+from .event_types import Collective, CollectiveBegins, PutBack, WithoutGradient
 from .events import Call, Look, called_by_script, emit, frames, in_backward, thread, watch, where
 from .tensors import are_parameters, find_tensors
 
@@ -29,13 +29,16 @@ def collective(call: Call) -> Look:
     name, arguments = call.function.__name__, [*call.args, *call.kwargs.values()]
     if any(str(frame.f_globals.get("__name__")).startswith("torch.distributed.fsdp") for frame in frames()):
         return
-    few = [one for one in [call.get("tensor")] if isinstance(one, Tensor) and one.numel() <= MOST_VALUES and one.is_cpu]
+    own = [one for one in [call.get("tensor")] if isinstance(one, Tensor)]
+    if call.get("group") in (None, dist.group.WORLD):
+        emit(CollectiveBegins(what=" ".join([name, *(f"(values: {one.numel():,})" for one in own)])))
+    few = [one for one in own if one.numel() <= MOST_VALUES and one.is_cpu]
     before = [value for tensor in few for value in tensor.double().flatten().tolist()]
     yield
     found = [tensor for tensor in find_tensors(arguments) if tensor.numel()]
     if name == "all_gather" and called_by_script() and not _in_autograd_function():  # which has its own backward pass
-        own = call.get("tensor")
-        needed = thread.gradients and own.requires_grad and own.numel() > 1  # one number is for a log
+        (tensor,) = own
+        needed = thread.gradients and tensor.requires_grad and tensor.numel() > 1  # one number is for a log
         _gathered.append((call.get("tensor_list"), needed, where()))
     event = Collective(
         name=name,

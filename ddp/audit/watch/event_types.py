@@ -197,6 +197,15 @@ class ZeroGrad(Event):
 # Between the ranks.
 
 
+class CollectiveBegins(Event):
+    """Python code calls a collective of all ranks.
+
+    :ivar what: the name of the function in torch.distributed, and the size of its tensor, if it takes one
+    """
+
+    what: str
+
+
 class Collective(Event):
     """A collective that Python code has called.
 

@@ -176,7 +176,17 @@ dist.destroy_process_group()
 )
 
 RAISES = GROUP + 'dist.init_process_group("gloo")\nraise RuntimeError("lost")\n'
-HANGS = GROUP + 'dist.init_process_group("gloo")\nif dist.get_rank() == 0:\n    time.sleep(1000)\ntrain()\n'
+HANGS = GROUP + 'dist.init_process_group("gloo")\ntrain()\nif dist.get_rank() == 0:\n    dist.barrier()\ntrain()\n'
+OTHER_ORDER = (
+    GROUP
+    + """
+dist.init_process_group("gloo")
+dist.all_reduce(torch.zeros(1))
+for size in (1, 1000) if dist.get_rank() == 0 else (1000, 1):
+    dist.all_reduce(torch.zeros(size))
+train()
+"""
+)
 WITHOUT_GROUP = "import torch\n"
 STARTS_ALONE = """
 import subprocess, sys

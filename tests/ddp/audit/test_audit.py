@@ -82,7 +82,12 @@ def test_the_scripts_objects_are_saved_copied_and_compiled_without_the_watch(tmp
     ("name", "flags", "said"),
     [
         ("RAISES", (), "the script failed: {script}:22: RuntimeError: lost"),
-        ("HANGS", ("--timeout", "15"), "rank 0 is at {script}:"),
+        (
+            "HANGS",
+            ("--timeout", "15"),
+            "rank 0 is at {script}:24; rank 1 is at {script}:12, called at {script}:25; the ranks part: rank 0 calls barrier at ",
+        ),
+        ("OTHER_ORDER", (), "the ranks part: rank 0 calls all_reduce (values: 1) at {script}:25, rank 1 calls "),
         ("WITHOUT_GROUP", (), "no process group was seen: the script calls no init_process_group"),
         ("STARTS_ALONE", ("--start", "python"), "it starts Python in a way that leaves the watch out"),
         ("WITHOUT_STEP", (), "the script took no optimizer step of torch.optim (0 backward passes were seen)"),
