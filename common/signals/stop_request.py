@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Iterator
 from multiprocessing.util import register_after_fork
 from typing import Any, NoReturn
 
-PAUSE_S = 0.01  # until the finalizer is over
+PAUSE_S = 0.01  # between two looks at whether the finalizer is over
 
 
 @contextlib.contextmanager
@@ -40,13 +40,24 @@ def keep_stops(signal_of: Callable[[BaseException], int | None]) -> Iterator[Non
         if number is None:
             others(unraisable)
         else:
-            threading.Timer(PAUSE_S, os.kill, (os.getpid(), number)).start()
+            threading.Thread(target=_send_again, args=(number, sys._getframe())).start()
 
     sys.unraisablehook = dropped
     try:
         yield
     finally:
         sys.unraisablehook = others
+
+
+def _send_again(number: int, hook: types.FrameType) -> None:
+    """Send a signal when the hook is over: what a signal raises in it would be dropped for good."""
+    is_over = False
+    while not is_over:
+        time.sleep(PAUSE_S)
+        with contextlib.suppress(RuntimeError):  # it runs
+            hook.clear()
+            is_over = True
+    os.kill(os.getpid(), number)
 
 
 def finalize_silently() -> None:
