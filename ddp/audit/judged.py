@@ -93,12 +93,13 @@ def why_ended(trace: Trace, outcome: Outcome) -> str | None:
     """Why a run ended before the script did; None if it did not."""
     if outcome.status == 0:
         return None
-    if outcome.status is None:
+    hangs = outcome.status is None
+    if hangs:
         why = f"the script did not end within {outcome.seconds:.0f} s: {'; '.join(map(_place, outcome.stacks))}"
     else:
         why = why_failed(outcome)
     # If no error came first, a rank that has called less did not end by one.
-    return why + _parting(trace, count_missing=outcome.status is None or "gloo/transport" in outcome.traceback)
+    return why + _parting(trace, count_missing=hangs or "gloo/transport" in outcome.traceback)
 
 
 def _parting(trace: Trace, count_missing: bool) -> str:

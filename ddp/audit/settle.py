@@ -55,8 +55,8 @@ def _is_equal(finding: Finding, variation: Variation, base: Trace) -> bool | Non
         return verdict.numbers if finding.name == "loss-divided-by-ranks" else None
     if kind != "ranks":
         return None
-    if finding.name in COUNTS and variation.other:
-        return COUNTS[finding.name](finding.where, base, variation.other)
+    if finding.name in COMPARISONS and variation.other:
+        return COMPARISONS[finding.name](finding.where, base, variation.other)
     is_equal: bool | None = getattr(verdict, SETTLES.get(finding.name, ""), None)
     return is_equal
 
@@ -89,5 +89,9 @@ def _draws_as_before(where: str, base: Trace, other: Trace) -> bool | None:
     return ours[0] == theirs[0] if ours and theirs else None
 
 
-# Comparisons that no verdict has, by the names of their suspicions.
-COUNTS = {"same-noise": _draws_as_before, "same-augmentation": _draws_as_often, "hash-of-strings": _contents_as_before}
+# These are settled by a comparison that no verdict has.
+COMPARISONS = {
+    "same-noise": _draws_as_before,
+    "same-augmentation": _draws_as_often,
+    "hash-of-strings": _contents_as_before,
+}

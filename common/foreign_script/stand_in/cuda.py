@@ -199,12 +199,12 @@ for _kind in ("Float", "Double", "Half", "BFloat16", "Byte", "Char", "Short", "I
 
 _ACCELERATOR: dict[str, Any] = {
     **{name: function for name, function in _FUNCTIONS.items() if hasattr(torch.accelerator, name)},
-    "current_accelerator": lambda check_available=False: torch.device("cuda"),
+    "current_accelerator": _always(torch.device("cuda")),
     **dict.fromkeys(("current_device_index", "current_device_idx"), lambda: _current),
     **dict.fromkeys(("set_device_index", "set_device_idx"), set_device),
     "device_index": device,
     "empty_host_cache": _nothing,
-    "get_memory_info": _always((MEMORY, MEMORY)),
+    "get_memory_info": _FUNCTIONS["mem_get_info"],
     "get_device_capability": _always({}),
 }
 _take_the_place_of(torch.accelerator, _ACCELERATOR)

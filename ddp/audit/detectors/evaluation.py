@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from ddp.audit.detectors.replicas import differing
 from ddp.audit.finding import Finding, Findings
-from ddp.audit.trace import Epoch, RankTrace, Trace, together
+from ddp.audit.trace import Epoch, Trace, together
 from ddp.audit.watch.event_types import (
     Backward,
     Batch,
@@ -100,25 +100,23 @@ def _samples(of_ranks: Sequence[Epoch]) -> Findings:
 
 def _trained_on(trace: Trace) -> Findings:
     """Samples of the set on which training has gone on before. Rows are compared, since each data set has numbers of its own."""
+    trained = dict[int, dict[int, int]]()  # the rows of each data set, and the first rank that trains on each
+    for rank in reversed(trace.ranks):
+        for epoch in rank.training:
+            trained.setdefault(epoch.begin.dataset, {}).update(dict.fromkeys(epoch.rows, rank.rank))
     latest: int | None = None
     for epoch in trace.ranks[0].epochs:
         if epoch.trains:
             latest = epoch.begin.dataset
-        elif latest is not None and not _trained(trace.ranks, epoch.begin.dataset):
-            rows = set(epoch.rows)
-            common, of_all = len(rows & _trained(trace.ranks, latest)), len(rows)
-            by_itself = rows & _trained(trace.ranks[:1], latest)
-            if not by_itself and LEAST_COMMON <= common < of_all:  # all: it evaluates the training set
+        elif latest is not None and epoch.begin.dataset not in trained:
+            ranks = [trained[latest][row] for row in trained[latest].keys() & epoch.rows]
+            common, of_all = len(ranks), len(set(epoch.rows))
+            if 0 not in ranks and LEAST_COMMON <= common < of_all:  # all: it evaluates the training set
                 text = f"{common} of {of_all} samples that rank 0 evaluates are trained on by other ranks, and none by itself"
                 yield Finding("splits-differ", epoch.begin, text, 0)
             elif 2 * common > of_all:
                 text = f"{common} of {of_all} samples of this evaluation are trained on, too"
                 yield Finding("evaluates-what-is-trained-on", epoch.begin, text, 0)
-
-
-def _trained(ranks: Sequence[RankTrace], dataset: int) -> set[int]:
-    """The rows of a data set on which these ranks train."""
-    return {row for rank in ranks for epoch in rank.training if epoch.begin.dataset == dataset for row in epoch.rows}
 
 
 def _changed(trace: Trace) -> Findings:
