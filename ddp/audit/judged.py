@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections import Counter
 
 from common.foreign_script.failure import own_lines, short, why_failed
@@ -22,6 +23,8 @@ from ddp.audit.watch.event_types import (
     Skipped,
 )
 
+# What a rank says when another one has gone, or a launcher when one ends without an error in Python.
+LOST = re.compile("gloo/transport|ChildFailedError|ProcessExitedException")
 # Detectors of single events: how these are called, and their kind.
 OF_EVENTS = {
     "collectives": ("calls", Collective),
@@ -98,8 +101,8 @@ def why_ended(trace: Trace, outcome: Outcome) -> str | None:
         why = f"the script did not end within {outcome.seconds:.0f} s: {'; '.join(map(_place, outcome.stacks))}"
     else:
         why = why_failed(outcome)
-    # If no error came first, a rank that has called less did not end by one.
-    return why + _parting(trace, count_missing=hangs or "gloo/transport" in outcome.traceback)
+    # If no error of the script came first, a rank that has called less did not end by one.
+    return why + _parting(trace, count_missing=hangs or LOST.search(outcome.traceback) is not None)
 
 
 def _parting(trace: Trace, count_missing: bool) -> str:

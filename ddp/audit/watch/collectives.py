@@ -29,21 +29,21 @@ def collective(call: Call) -> Look:
     name, arguments = call.function.__name__, [*call.args, *call.kwargs.values()]
     if any(str(frame.f_globals.get("__name__")).startswith("torch.distributed.fsdp") for frame in frames()):
         return
-    own = [one for one in [call.get("tensor")] if isinstance(one, Tensor)]
+    own = call.get("tensor")
+    size = f" (values: {own.numel():,})" if isinstance(own, Tensor) else ""
     if call.get("group") in (None, dist.group.WORLD):
-        emit(CollectiveBegins(what=" ".join([name, *(f"(values: {one.numel():,})" for one in own)])))
-    few = [one for one in own if one.numel() <= MOST_VALUES and one.is_cpu]
-    before = [value for tensor in few for value in tensor.double().flatten().tolist()]
+        emit(CollectiveBegins(what=name + size))
+    few = own if size and own.numel() <= MOST_VALUES and own.is_cpu else torch.empty(0)
+    before = few.double().flatten().tolist()
     yield
     found = [tensor for tensor in find_tensors(arguments) if tensor.numel()]
     if name == "all_gather" and called_by_script() and not _in_autograd_function():  # which has its own backward pass
-        (tensor,) = own
-        needed = thread.gradients and tensor.requires_grad and tensor.numel() > 1  # one number is for a log
+        needed = thread.gradients and own.requires_grad and own.numel() > 1  # one number is for a log
         _gathered.append((call.get("tensor_list"), needed, where()))
     event = Collective(
         name=name,
         before=before,
-        after=[value for tensor in few for value in tensor.double().flatten().tolist()],
+        after=few.double().flatten().tolist(),
         gaps=[one.stride() for one in found if not torch.ops.aten.is_non_overlapping_and_dense(one)],
         requires_grad=any(tensor.requires_grad and not tensor.is_leaf for tensor in found),
         sends_parameter=in_backward() and name == "all_reduce" and are_parameters(found),

@@ -39,7 +39,7 @@ ATTEMPTS = [
     Attempt(f"{AROUND} no_temporary_folder {RUN}", r"", status=0, writes=ANY),
     Attempt(f"{LOAD} --num-workers 1", r"TMPDIR \S+ is too long", env={"TMPDIR": LONG}, scene=made_by(folder(LONG[7:]))),
     Attempt(RUN, r"", status=0, env={"OMP_NUM_THREADS": "many"}, writes=ANY),
-    Attempt(RUN, r"", status=0, env={"HOME": "/nowhere", "XDG_CACHE_HOME": "/nowhere"}, writes=ANY),
+    Attempt(RUN, r"", status=0, env={"HOME": "/proc/nowhere", "XDG_CACHE_HOME": "/proc/nowhere"}, writes=ANY),
     Attempt(RUN, r"", status=0, env={"MPLCONFIGDIR": "/proc/nowhere"}, writes=ANY),
     Attempt(RUN, r"", status=0, env={"MPLBACKEND": "TkAgg", "DISPLAY": ""}, writes=ANY),
     Attempt(RUN, r"", status=0, env={"PYTHONIOENCODING": "ascii", "LC_ALL": "C"}, writes=ANY),
