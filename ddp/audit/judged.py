@@ -96,13 +96,11 @@ def why_ended(trace: Trace, outcome: Outcome) -> str | None:
     """Why a run ended before the script did; None if it did not."""
     if outcome.status == 0:
         return None
-    hangs = outcome.status is None
-    if hangs:
-        why = f"the script did not end within {outcome.seconds:.0f} s: {'; '.join(map(_place, outcome.stacks))}"
-    else:
-        why = why_failed(outcome)
+    if outcome.status is None:
+        places = "; ".join(map(_place, outcome.stacks))
+        return f"the script did not end within {outcome.seconds:.0f} s: {places}{_parting(trace, count_missing=True)}"
     # If no error of the script came first, a rank that has called less did not end by one.
-    return why + _parting(trace, count_missing=hangs or LOST.search(outcome.traceback) is not None)
+    return why_failed(outcome) + _parting(trace, count_missing=LOST.search(outcome.traceback) is not None)
 
 
 def _parting(trace: Trace, count_missing: bool) -> str:
