@@ -23,7 +23,7 @@ from ddp.audit.watch.event_types import (
     Skipped,
 )
 
-# What a rank says when another one has gone, or a launcher when one ends without an error in Python.
+# A rank says this when another one has gone, a launcher when one has ended without an error of Python.
 LOST = re.compile("gloo/transport|ChildFailedError|ProcessExitedException")
 # Detectors of single events: how these are called, and their kind.
 OF_EVENTS = {
