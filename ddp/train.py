@@ -52,9 +52,8 @@ def main() -> None:
     with rank_process(env):  # reports an error with its rank, and then leaves the group
         dist.init_process_group(
             env.backend,  # NCCL on GPUs, gloo on CPUs
-            store=rendezvous_store(
-                env, timeout_s=config.timeout, settings=config
-            ),  # ranks meet there, and compare settings
+            # The ranks meet at this store, and compare their settings there.
+            store=rendezvous_store(env, timeout_s=config.timeout, settings=config),
             rank=env.rank,
             world_size=env.world_size,
             timeout=config.collective_timeout,
@@ -65,12 +64,12 @@ def main() -> None:
 
 
 def train(config: TrainConfig, env: DistEnv) -> None:
-    """The whole run on one rank, from an empty directory or the newest checkpoint to the figures."""
+    """The whole run on one rank, from an empty directory or the newest checkpoint to the plots."""
     config = complete_settings(config, env)  # all ranks get the same; --fast chooses what was not given
     data = load_data(config, env)
     with open_run(config, env, data) as checkpoint:  # to continue from; None in a new run
         job = build_job(config, env, data, checkpoint)
-        with supervise(job, checkpoint) as supervisor:  # restores the optimizer and job.step (build_job: the weights)
+        with supervise(job, checkpoint) as supervisor:  # restores optimizer and progress (build_job: the weights)
             result = None
             while job.epoch < config.epochs:
                 train_epoch(job, supervisor.after_step)
@@ -107,12 +106,14 @@ def build_job(config: TrainConfig, env: DistEnv, data: ImageData, checkpoint: Ru
         # Backward in fp16 rounds gradients below 3e-8 to zero: the scaler multiplies the loss, and later divides the gradients.
         scaler=torch.amp.GradScaler(env.device.type, enabled=config.precision == "fp16"),
         clip_grad_norm_=clip_grad_norm_of_shards if config.is_sharded else nn.utils.clip_grad_norm_,
-        learning_rate=config.learning_rates(sampler.steps_per_epoch),
+        learning_rate=config.learning_rates(sampler.steps_per_epoch),  # a function of the step
         sampler=sampler,
         loader=loader,
         test_loader=test_loader,
     )
-    job.guard = build_guard(job)  # runs one backward pass and drops it: DDP rearranges its buckets after the first
+    # It begins with a backward pass that is thrown away. DDP rearranges its buckets after its first pass, which changes the last
+    # bits of sums. Now it does so before the first step, in a new run and in a resumed one.
+    job.guard = build_guard(job)
     return job
 
 
@@ -131,11 +132,10 @@ def wrap_network(network: nn.Module, env: DistEnv, averaging: Averaging, precisi
         gradient_as_bucket_view=True,
     )
     # DDP would broadcast rank 0's BatchNorm statistics in every step. train_epoch averages them once per epoch instead.
-    # (Not set in the constructor: newer torch calls this argument forward_sync_buffers.)
+    # (The constructor's argument has another name in newer torch, forward_sync_buffers. The attribute has this one in both.)
     model.broadcast_buffers = False
-    average_by_hook(
-        model, averaging, env
-    )  # in shared memory (the default on one host), by another --all-reduce, or in bf16
+    # How gradients are averaged: in shared memory (the default on one host), by another --all-reduce, or in bf16.
+    average_by_hook(model, averaging, env)
     return model
 
 
@@ -182,8 +182,8 @@ def train_step(job: Job, batches: Iterator[Batch]) -> None:
                 reports = job.guard.report(losses)  # this rank's flags; after summing.wait() below, the sum
                 summing = dist.all_reduce(reports, async_op=True)
             # We want the mean over the global batch. Images: all micro-batches are equally large, so divide by their number per rank
-            # here; DDP divides by the number of ranks. Text: lines differ in length, so weigh_text multiplies by the number of ranks times
-            # this micro-batch's share.
+            # here; DDP divides by the number of ranks. Text: lines differ in length, so weigh_text multiplies by the number of ranks, and
+            # by this micro-batch's share of the global batch's characters.
             loss = job.weigh_text(loss, labels) if job.data.is_text else loss / config.grad_accumulation_steps
             scaler.scale(loss).backward()
     summing.wait()  # gloo: usually done by now. NCCL: the GPU waits, Python does not
@@ -195,8 +195,9 @@ def train_step(job: Job, batches: Iterator[Batch]) -> None:
     for group in job.optimizer.param_groups:
         group["lr"] = job.learning_rate(job.step)
     # One rank's inf or nan in a gradient is in every rank's average; in a loss, it is in the reports. So all ranks skip this
-    # step, or none does. On a CPU, may_step is False then; on a GPU, the optimizer is told, and changes nothing. (In fp16 a gradient
-    # that overflows is normal. may_step is True, GradScaler tells the fused optimizer, and scaler.update lowers the scale.)
+    # step, or none does. On a CPU, may_step is False then. On a GPU it is True, since the host does not know yet: the guard has told
+    # the optimizer's kernels to change nothing. (In fp16 a gradient that overflows is normal: may_step is True, GradScaler tells the
+    # optimizer, and scaler.update lowers the scale.)
     if job.guard.may_step(norm, reports):
         scaler.step(job.optimizer)
     scaler.update()

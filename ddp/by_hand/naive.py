@@ -34,17 +34,18 @@ class NaiveDistributedDataParallel(torch.nn.Module):
         super().__init__()
         self.module = module
         self.require_backward_grad_sync = True  # no_sync turns this off
-        # Its value in the latest forward pass: backward often runs after the no_sync block.
+        # require_backward_grad_sync as it was in the latest forward pass. Backward often runs after the no_sync block has ended.
         self._synchronize = True
         self._latest_pass: int | None = None  # id of the backward pass in which the latest gradient came
         # All ranks must begin with the same weights: averaged gradients keep them equal, but do not make them so.
         replicas.make_equal(module)
+        # The parameters that get a hook, by their id().
         self._hooked = {id(parameter): parameter for parameter in replicas.trained_parameters(module).values()}
         this = weakref.proxy(self)  # so that the hooks, which the parameters hold, do not keep this wrapper alive
         for parameter in self._hooked.values():
-            # When this wrapper is freed, its hooks are removed.
-            weakref.finalize(self, parameter.register_post_accumulate_grad_hook(lambda _: this._ready()).remove)
-        # If an optimizer steps while backward still runs, its gradients are not averaged yet: an error.
+            hook = parameter.register_post_accumulate_grad_hook(lambda _: this._ready())
+            weakref.finalize(self, hook.remove)  # is called when this wrapper is freed
+        # If any optimizer steps our parameters while backward still runs, the gradients are not averaged yet: step() raises then.
         replicas.refuse_early_steps(self, self._hooked, replicas.in_backward)
 
     def forward(self, *inputs: object, **kwargs: object) -> object:
@@ -67,7 +68,7 @@ class NaiveDistributedDataParallel(torch.nn.Module):
     def _ready(self) -> None:
         """Called for each gradient. In each backward pass, the first asks autograd to call ``_average_gradients`` when the pass is over."""
         if self._latest_pass != replicas.current_pass():
-            if replicas.current_node() is None:  # compiled autograd only traces: the callback would never run
+            if replicas.current_node() is None:  # no node runs: compiled autograd only traces, and would not call back
                 raise NotImplementedError("compiled autograd traces backward: compile the module, not its backward")
             if self._synchronize:
                 # HACK: nothing public tells when a pass ends, and torch's DDP uses this too. If torch renames it: AttributeError.
@@ -75,7 +76,7 @@ class NaiveDistributedDataParallel(torch.nn.Module):
             self._latest_pass = replicas.current_pass()
 
     def _average_gradients(self) -> None:
-        if replicas.within_another_pass():  # that of use_reentrant=True ends; the outer one has gradients to come
+        if replicas.within_another_pass():  # the inner pass of a reentrant checkpoint has ended; the outer brings more
             raise NotImplementedError("a backward pass within another one: checkpoint with use_reentrant=False")
         # In the same order on every rank: collectives are matched by their order.
         for parameter in replicas.trained_parameters(self.module).values():

@@ -48,12 +48,13 @@ class BackwardPass:
 
     :param times_ready: how often each gradient became ready in it
     :param div_factor: gradients are divided by this before they are summed
-    :param end: refers to the function that autograd calls when the pass is over. Autograd alone holds that function: if an exception
-        ends the pass, it is freed, and ``end()`` is None
-    :param from_output: how the pass was noticed. True: by a hook that the wrapper has put on a tensor that forward returned;
-        False: only by the first gradient, since the loss was stored elsewhere
-    :param reaches_parameters: whether an output in this pass depends on a parameter. Found out with find_unused only; otherwise True
-    :param sent: the all-reduces of the first buckets
+    :param end: a weak reference to the function that autograd calls when the pass is over (:meth:`Reducer._finish`). Only autograd keeps
+        that function alive. If an exception ends the pass, autograd frees the function, and ``end()`` returns None
+    :param from_output: how the pass was noticed. True: at its beginning, by a hook on a tensor that forward had returned. False: by its
+        first gradient, since forward did not return the loss or what leads to it, but stored it, as in an attribute of the module
+    :param reaches_parameters: whether the outputs at which this pass begins depend on any parameter. It is looked up with find_unused
+        only; without find_unused it counts as True
+    :param sent: ``sent[i]`` is the all-reduce of ``buckets[i]``; shorter than ``buckets`` until all are sent
     """
 
     times_ready: list[int]
@@ -70,7 +71,7 @@ _reducers: weakref.WeakSet[Reducer] = weakref.WeakSet()  # to notice two wrapper
 class Reducer:
     """From "this gradient is ready" to "every gradient is the average", in every backward pass that synchronizes.
 
-    :param module: only for error messages: if parameters get no gradient, it is searched for others that have taken their places
+    :param module: only for an error message. If parameters get no gradient, the module tells whether others have replaced them
     :param parameters: by name, in the same order on all ranks
     :param group: the ranks that train together
     :param all_reduce: sums a bucket
@@ -93,12 +94,12 @@ class Reducer:
         self._module: nn.Module = weakref.proxy(module)  # type: ignore[assignment]
         self._names, self.parameters = list(parameters), list(parameters.values())
         self.ids = set(map(id, self.parameters))
-        # The nodes of autograd's graph that put gradients into .grad. If a later .to() gives a parameter another node, our hooks are
-        # not on it, and _finish says so.
+        # The nodes of autograd's graph that put gradients into .grad. The wrapper hooks each of them. A later module.to() may give a
+        # parameter another node, without a hook. Then errors.if_replaced sees that the nodes differ.
         self.nodes = [get_gradient_edge(p).node for p in self.parameters]
         self.group, self._all_reduce, self._limits = group, all_reduce, limits
         self._as_view, self.find_unused = as_view, find_unused and not static_graph
-        self.div_factor = float(group.size())  # of the next backward pass
+        self.div_factor = float(group.size())  # of the next backward pass; join.py lowers it when ranks have ended
         # Takes the place of the all-reduce: called with a bucket, its index, and whether it is the last.
         self.comm_hook: Callable[[Bucket, int, bool], Pending] | None = None
 
@@ -112,8 +113,8 @@ class Reducer:
         self._order: list[int] | None = []
         # How often each gets ready per pass: 1; with static_graph, as seen in the first pass (None until then).
         self._expected_times: list[int] | None = None if static_graph else [1 for _ in indices]
-        # The indices of parameters that have a gradient on any rank. None: the ranks ask each other at the end of a pass (with
-        # find_unused of each, with static_graph of the first).
+        # The indices of parameters that have a gradient on any rank. None if only a collective can tell: with find_unused the ranks
+        # ask each other at the end of every pass, with static_graph at the end of the first.
         self._used_anywhere = None if static_graph or find_unused else set(indices)
         self._build_buckets(reversed(indices))  # a first guess: backward begins with the last layer
 
@@ -123,7 +124,8 @@ class Reducer:
     def prepare_for_backward(self, synchronize: bool) -> None:
         """A forward pass is over. ``synchronize`` says whether the backward pass that follows averages the gradients."""
         self._leave_interrupted()
-        # Activation checkpointing repeats forward passes in backward, perhaps before the first gradient is ready. They decide nothing.
+        # Activation checkpointing repeats forward passes within backward. They decide nothing. (Such a forward pass may come before
+        # the first gradient, and so before RUNNING.)
         if self.phase is Phase.RUNNING or (self.phase is Phase.EXPECTED and in_backward()):
             return
         self.phase = Phase.EXPECTED if synchronize else Phase.LOCAL
@@ -137,8 +139,9 @@ class Reducer:
         if output is None:
             raise NotImplementedError(errors.COMPILED_AUTOGRAD)
         self._begin(from_output=True)
-        # For _finish, if no gradient comes in this pass. If the output depends on a parameter, the user called torch.autograd.grad:
-        # nothing to average. If it does not, this rank has used no parameter, and sends zeros: other ranks may have gradients.
+        # _finish needs this if no gradient comes in this pass. There are two reasons for that. Either the user called
+        # torch.autograd.grad, which writes no .grad: then nothing is averaged. Or no output depends on a parameter, since this rank has
+        # used none: then it sends zeros, because other ranks may have gradients. (The second is allowed with find_unused only.)
         self._pass.reaches_parameters = self._pass.reaches_parameters or depend_on([output], self.ids)
 
     def _begin(self, from_output: bool) -> None:
@@ -160,31 +163,33 @@ class Reducer:
             sent=[],
         )
         for bucket in self.buckets:
-            bucket.to_copy = set(bucket.parameters)  # whose gradients are not in its buffer yet
-            # Gradients still to wait for. With static_graph, unused parameters get none.
+            # The indices of the parameters whose gradients are not in its buffer yet.
+            bucket.to_copy = set(bucket.parameters)
+            # The number of gradients to wait for: all, or with static_graph those that came in the first pass.
             bucket.missing = sum(self._expected_times is None or self._expected_times[i] > 0 for i in bucket.parameters)
         self.phase = Phase.RUNNING
 
     def ready(self, index: int, *_: object) -> None:
-        """Autograd is done with parameter ``index``: its gradient, if it has one, is in ``.grad``.
+        """Autograd is done with parameter ``index``: its gradient is in ``.grad``. (An operation of the user's may have given none.)
 
-        :raises RuntimeError: if it became ready before in this pass, or is sparse
+        :raises RuntimeError: if it became ready before in this pass; if it is sparse (``Bucket.copy_in`` raises)
         """
         if not self.goes_on() and not self._begin_if_expected():
-            return
+            return  # no pass that averages runs, and none begins here
         if self._order is not None:
             self._order.append(index)
         times_ready, expected = self._pass.times_ready, self._expected_times
         times_ready[index] += 1
-        # With static_graph, the first pass (expected is None) only counts how often each becomes ready, and _finish sends. Later, a
-        # parameter that two reentrant checkpoints share becomes ready twice: wait for the last time.
+        # expected is None in the first pass with static_graph, which only counts; _finish sends then. In later passes, a parameter
+        # that two reentrant checkpoints use becomes ready twice, as it did in the first: its gradient is complete the second time.
         if expected is None or times_ready[index] < expected[index]:
             return
         if times_ready[index] > expected[index]:
             raise errors.ready_twice(self._names[index])
         bucket = self._bucket_of[index]
         if not bucket.copies_together:
-            bucket.copy_in(index, self._pass.div_factor)  # now, so that its old memory is free for the next gradient
+            # At once, so that autograd can take the gradient's own memory for the next one. (Else fill() copies the whole bucket.)
+            bucket.copy_in(index, self._pass.div_factor)
         bucket.missing -= 1
         if not bucket.missing:
             self._send()
@@ -194,26 +199,27 @@ class Reducer:
         if self.phase is Phase.LOCAL:
             return False
         if self.phase is Phase.NONE_EXPECTED:
-            if not self._others_of_this_pass():  # no other wrapper of this parameter averages it
+            # The parameter may have two wrappers, of which the other one averages in this pass. If there is none, warn.
+            if not self._others_of_this_pass():
                 warnings.warn(errors.WITHOUT_FORWARD, stacklevel=1)
             return False
         self._begin(from_output=False)
         return True
 
     def goes_on(self) -> bool:
-        """Whether a backward pass that averages is running, and no exception has ended it: then autograd has dropped its ``end``."""
+        """Whether a backward pass that averages still runs. If an exception has ended it, its ``end()`` is None."""
         return self.phase is Phase.RUNNING and self._pass.end() is not None
 
     def _send(self, also_incomplete: bool = False) -> None:
-        """Send the complete buckets at the queue's front. (Collectives are matched by their order.)"""
-        for bucket in self.buckets[len(self._pass.sent) :]:
+        """Send buckets in their order, up to the first that is not complete. (Collectives are matched by their order.)"""
+        for bucket in self.buckets[len(self._pass.sent) :]:  # those that are not sent yet
             if bucket.missing and not also_incomplete:
                 return
             bucket.fill(self._pass.div_factor)
             self._pass.sent.append(self.start(len(self._pass.sent)))
 
     def start(self, index: int) -> Pending:
-        """Start the all-reduce of a bucket."""
+        """Start the all-reduce of a bucket. (join.py calls this, too, and the next two methods.)"""
         bucket = self.buckets[index]
         if self.comm_hook is None:
             return self._all_reduce.start(bucket.buffer)
@@ -228,13 +234,14 @@ class Reducer:
 
         :raises RuntimeError: if not all gradients can be averages
         """
-        self.phase = Phase.EXPECTED  # stays so if this returns or raises before the end: backward may run again
+        self.phase = Phase.EXPECTED  # it stays if this returns early or a collective fails: backward may run again
         times_ready = self._pass.times_ready
-        expected = self._expected_times or times_ready  # static_graph: as often as in the first pass
+        # In the first pass with static_graph, the gradients that came are those to expect, and none is missing.
+        expected = self._expected_times or times_ready
         missing = [self._names[index] for index, times in enumerate(expected) if times_ready[index] < times]
         none_ready = not any(times_ready)
         replaced = errors.if_replaced(self._module, self._names, self.nodes) if none_ready or missing else None
-        # The loss depends on parameters, but none got a gradient: the user called torch.autograd.grad. A backward pass may follow.
+        # The user called torch.autograd.grad, see begin_at. A backward pass may follow.
         if none_ready and self._pass.reaches_parameters and not replaced:
             return
         if error := self._error(replaced, missing):
@@ -272,15 +279,16 @@ class Reducer:
         self._order = None
         # Same memory, new order: copy out, rebuild, copy in.
         averages = {index: view.clone() for bucket in self.buckets for index, view in bucket.views.items()}
+        # The parameters whose .grad is a view into their bucket. (The others have no .grad, or one of its own.)
         had_view = [index for bucket in self.buckets for index in filter(bucket.contains_grad, bucket.parameters)]
         self._build_buckets(order.tolist())
         for index, average in averages.items():
             self._bucket_of[index].views[index].copy_(average)
-        for index in had_view:  # their .grad is a view into an old bucket
+        for index in had_view:  # into the old one: now a view into the new one
             self._bucket_of[index].set_grad_views([index])
 
     def _build_buckets(self, order: Iterable[int]) -> None:
-        index_of = {self.parameters[index]: index for index in order}
+        index_of = {self.parameters[index]: index for index in order}  # its keys are the parameters in the new order
         unassigned = dict(self.memory)
         self.buckets: list[Bucket] = []
         for parameters in assign_buckets(index_of, self._limits):
@@ -299,7 +307,9 @@ class Reducer:
             self.phase = Phase.EXPECTED  # set before wait(), which may raise again
             self._wait()
             for bucket in self.buckets[: len(self._pass.sent)]:
-                bucket.drop()  # a late sum may have been written into a .grad that the user has zeroed
+                # A .grad may be a view into the bucket. If the user zeroed it after the exception, and the sum came after that, it is
+                # not zero any more.
+                bucket.drop()
 
     def _others_of_this_pass(self) -> list[Reducer]:
         """Reducers of other wrappers that have some of the same parameters and whose backward pass is running."""
@@ -312,10 +322,10 @@ class Reducer:
 
     def _error(self, replaced: RuntimeError | None, missing: list[str]) -> RuntimeError | None:
         """The reason why not all gradients can be averages; None if they can."""
-        # No output's hook noticed this pass, and another one still runs around it: it is the inner pass of a reentrant checkpoint,
-        # which sees only some of the gradients.
+        # The inner pass of a reentrant checkpoint runs within the whole one, and brings only some of the gradients. If the whole one
+        # began at a hook of an output (from_output), it is known, and this is called at its end.
         if not self._pass.from_output and within_another_pass():
             return RuntimeError(errors.UNKNOWN_BEGINNING)
-        if replaced or self.find_unused or not missing:
-            return replaced
-        return errors.unused(missing, len(self._names))
+        if missing and not (replaced or self.find_unused):
+            return errors.unused(missing, len(self._names))
+        return replaced

@@ -72,14 +72,16 @@ class ResilientGuard(StepGuard):
     def __init__(self, job: Job) -> None:
         # Weak, since the job owns its guard: in a cycle, the workers of the job's loader would live until the garbage collector runs.
         self._job: Job = weakref.proxy(job)
+        # named_module's parameters have the names that a message should say; those of a sharded job.network have a prefix.
         self._env, self._named_module, self._is_sharded = job.env, job.named_module, job.config.is_sharded
         self.flags = NO_FLAGS
         self.stop = StopRequest()  # stays unset until supervise() listens for signals
         self.checkpointer: Checkpointer | None = None
         self._losses: list[Tensor] = []  # of this step's micro-steps
-        self._one = torch.ones((), device=job.env.device)  # scaled, it is the loss scale; get_scale() would wait
+        # scaler.scale(self._one) is the loss scale, on the device. (scaler.get_scale() would make the host wait.)
+        self._one = torch.ones((), device=job.env.device)
         if job.env.device.type == "cpu":
-            keep_freed_memory()  # for the next step, which is faster
+            keep_freed_memory()  # malloc reuses it in the next step: to get it from the system again takes longer
         self._buffers = SavedBuffers(job.network)
         # torch's DDP and fully_shard read requires_grad once, when they wrap, so a later change must be refused. (But DDP on one rank
         # has nothing to average.)
@@ -99,27 +101,29 @@ class ResilientGuard(StepGuard):
         job = self._job
         job.window.begin()
         source = self._attempt(lambda: iter(loader))
+        # One round for each micro-batch, until the epoch is over. micro_step counts within a step.
         for micro_step in itertools.cycle(range(job.config.grad_accumulation_steps)):
             if micro_step == 0:
                 self.remember()
             # The watchdog compares these numbers over the ranks to tell who is behind: micro-step k waits for its data at 2k, and
             # trains at 2k + 1.
             job.watchdog.position = Position(job.step + 1, 2 * micro_step, "data")
+            # source is None if the loader could not begin. batch is None after an error, or at the end of the epoch.
             batch = None if source is None else self._attempt(lambda: job.window.next_of(source))
             if job.user_error is not None:  # now or earlier in this step: go on with black images
                 batch = job.empty_batch()
-            elif batch is None:  # the epoch is over
+            elif batch is None:  # no error: the epoch is over
                 return
             job.watchdog.position = Position(job.step + 1, 2 * micro_step + 1, "training")
             yield batch
             job.window.end_batch()
 
     def _attempt(self, load: Callable[[], T]) -> T | None:
-        """The result; None after an error that is the user's to fix: it becomes the job's ``user_error``."""
+        """The result. None after an error that is the user's to fix, such as a damaged file, which becomes the job's ``user_error``."""
         try:
             return load()
         except (UsageError, RuntimeError, OSError, EOFError) as error:
-            self._job.user_error = as_user_error(error)
+            self._job.user_error = as_user_error(error)  # raises it again if it is no user's error
             return None
 
     def remember(self) -> None:
@@ -133,8 +137,9 @@ class ResilientGuard(StepGuard):
         self._job.window.rewind()
 
     def report(self, losses: list[Tensor]) -> Tensor:
-        """See :class:`StepGuard`.
+        """This rank's flags of a step, float32 ``[len(Flags._fields)]`` on the device: 1 where a flag is set, else 0.
 
+        :param losses: 0-d, of the micro-steps
         :raises UsageError: on every rank, if a parameter was frozen or unfrozen since the network was wrapped
         """
         self._require_same_requires_grad()
@@ -164,7 +169,7 @@ class ResilientGuard(StepGuard):
                     f"{name} was frozen or unfrozen during training, which --strategy torch and fsdp2 do not see: do it when the "
                     "model is built, or use --strategy naive"
                 )
-                error.seen_by_all = True  # each rank raises it by itself
+                error.seen_by_all = True  # every rank raises it by itself, so none has to tell the others
                 raise error
 
     def may_step(self, norm: Tensor | None, reports: Tensor) -> bool:
@@ -191,8 +196,8 @@ class ResilientGuard(StepGuard):
             if self._is_sharded:
                 self._env.sum_over_ranks(norm)
         overflow = ~norm.isfinite()
-        # In fp16 a gradient that overflows makes no bad step: GradScaler skips it, and lowers the scale. It is bad only if the lowered
-        # scale is below 1: then gradients overflow even unscaled.
+        # In fp16 an overflow is normal: GradScaler skips the step by itself, and lowers the loss scale. The step counts as bad only if
+        # that makes the scale smaller than 1. Then the gradients would overflow without any scale.
         if job.scaler.is_enabled():
             next_scale = job.scaler.scale(self._one) * job.scaler.get_backoff_factor()
             overflow &= next_scale < 1.0
@@ -209,7 +214,7 @@ class ResilientGuard(StepGuard):
         """
         self.flags = flags
         if flags.user_error:
-            with self._env.fail_together():  # if one rank raises here, all do
+            with self._env.fail_together():  # the ranks without the error raise one, too, at the end of this block
                 if self._job.user_error is not None:
                     raise self._job.user_error
         if flags.not_finite:
@@ -262,11 +267,11 @@ def sum_of_gradients(parameters: Iterable[nn.Parameter]) -> Tensor:
 
 
 class BuffersOfDtype(NamedTuple):
-    """The buffers of one dtype, and memory for their values: in one piece (``flat``), and its parts in their shapes.
+    """The buffers of one dtype, and memory for two copies of their values.
 
-    ``before`` has the values of before the forward passes. ``after`` is scratch memory, in which :meth:`SavedBuffers.restore` picks
-    between them and the present ones. In one piece, this takes four GPU calls a step, however many buffers there are. (ResNet-50
-    has 159.)
+    ``before`` takes the values of before the forward passes. ``after`` is scratch memory for :meth:`SavedBuffers.restore` on a GPU.
+    Each copy is one piece of memory (``before_flat``), with a view for each buffer in its shape (``before``). So save takes one
+    GPU call and restore three, however many buffers there are. (ResNet-50 has 159.)
     """
 
     buffers: list[Tensor]
@@ -298,7 +303,7 @@ class SavedBuffers:
             by_dtype: dict[torch.dtype, list[Tensor]] = {}
             for buffer in present:
                 by_dtype.setdefault(buffer.dtype, []).append(buffer)
-            self._groups = [
+            self._groups = [  # _memory_for gives the flat memory and its views: once for before, once for after
                 BuffersOfDtype(buffers, *_memory_for(buffers), *_memory_for(buffers)) for buffers in by_dtype.values()
             ]
         for group in self._groups:
@@ -306,10 +311,10 @@ class SavedBuffers:
 
     @torch.no_grad()
     def restore(self, where: Tensor | None = None) -> None:
-        """After the step.
+        """After the step: put the values of before the forward passes back.
 
-        :param where: None: restore. From DeviceGuard, bool 0-d on the device: whether to restore. The host does not read it, unless
-            a forward pass assigned a buffer of another shape
+        :param where: None to do so. DeviceGuard gives a bool, 0-d on the device, that is True if it must be done: the device picks the
+            values, and the host does not read the bool (unless a forward pass assigned a buffer of another shape)
         """
         for (place, name), buffer in zip(self._places, self._buffers, strict=True):
             now = place[name]
@@ -318,7 +323,8 @@ class SavedBuffers:
             if where is None:
                 place[name] = buffer
             elif now is not None and buffer is not None and now.shape == buffer.shape:
-                place[name] = buffer.copy_(now)  # with the present values, among which torch.where picks below
+                # With the present values at first. Below, torch.where puts the old ones back, or leaves these.
+                place[name] = buffer.copy_(now)
             elif where:  # another shape: the host waits for ``where``
                 place[name] = buffer
         for group in self._groups:

@@ -47,7 +47,7 @@ class ZeRO1(nn.Module):
 
     :param module: the same on every rank; values may differ, since rank 0's are broadcast
     :param units: the submodules whose parameters are gathered as one, at stage 3; see :func:`ddp.sharded.units.divide`
-    :param collectives: one to gather parameters, one to reduce gradients: stage 3 uses both at once
+    :param collectives: two, since stage 3 uses both at once: the first gathers parameters, the second reduces gradients
     :param compute: the dtype in which parameters are gathered and computed with; None: in that of the shards
     :raises ValueError: for units that :func:`ddp.sharded.units.divide` refuses
     """
@@ -67,7 +67,7 @@ class ZeRO1(nn.Module):
         self.module, self.process_group = module, dist.group.WORLD
         self._collectives, self._compute = collectives, compute
         self._names = list(dict(module.named_parameters()))
-        self._running = False  # True during a backward pass
+        self._running = False  # True during a backward pass; protected/ sets it back if an exception ends the pass
         self._synchronizes = True  # False within no_sync
         # _after_step runs after every optimizer's step in this process.
         self._hooks: list[Any] = [register_optimizer_step_post_hook(self._after_step)]
@@ -77,19 +77,21 @@ class ZeRO1(nn.Module):
         self.units = divide(module, units)
         for unit in self.units:
             self._add(unit)
-        in_shards = dict(self.named_parameters())  # our own named_parameters(), below: only the shards
+        # self.named_parameters(), below, gives this rank's shards alone; the module's gives all parameters, under the same names.
+        in_shards = dict(self.named_parameters())
         frozen = [parameter for name, parameter in module.named_parameters() if name not in in_shards]
         broadcast([*frozen, *module.buffers()], 0, self.process_group)  # FlatParameters has broadcast the others
 
     def _add(self, unit: Unit) -> None:
         """Cut a unit's parameters into shards."""
-        # owners: by a parameter's name, the modules that hold it, several if it is tied.
+        # ``owners`` are the unit's trained parameters of one dtype: by name, the modules that hold each (several if it is tied).
         self._flats_of[unit.name] = [
             self.flat_class(owners, self.process_group, self._collectives, self._compute, self.stage)
             for owners in by_dtype(unit)
         ]
         self.flats += self._flats_of[unit.name]
         for flat in self._flats_of[unit.name]:
+            # The whole parameters compute, and get gradients. The shards are what is optimized.
             for index, parameter in enumerate(flat.whole_parameters):
                 ready = functools.partial(self._ready, flat, index)
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(ready))
@@ -133,7 +135,7 @@ class ZeRO1(nn.Module):
         flat.add_gradient(index)  # moves it into the flat gradient
 
     def _begin_backward(self) -> None:
-        """At the first gradient of a pass, or before: have autograd call ``_finish`` when the pass is over."""
+        """At the first gradient of a pass, have autograd call ``_finish`` when the pass is over. (Stage 3 calls this earlier.)"""
         if not self._running:
             self._running = True
             # HACK: no public call tells when a backward pass is over. torch's DDP and FSDP use this one, too.
