@@ -69,7 +69,8 @@ def train(config: TrainConfig, env: DistEnv) -> None:
     data = load_data(config, env)
     with open_run(config, env, data) as checkpoint:  # to continue from; None in a new run
         job = build_job(config, env, data, checkpoint)
-        with supervise(job, checkpoint) as supervisor:  # restores optimizer and progress (build_job: the weights)
+        # build_job has restored the weights, unless they are in shards. This restores shards, the optimizer and the progress.
+        with supervise(job, checkpoint) as supervisor:
             result = None
             while job.epoch < config.epochs:
                 train_epoch(job, supervisor.after_step)
@@ -111,8 +112,8 @@ def build_job(config: TrainConfig, env: DistEnv, data: ImageData, checkpoint: Ru
         loader=loader,
         test_loader=test_loader,
     )
-    # It begins with a backward pass that is thrown away. DDP rearranges its buckets after its first pass, which changes the last
-    # bits of sums. Now it does so before the first step, in a new run and in a resumed one.
+    # The guard begins with a backward pass that is thrown away. DDP rearranges its buckets after its first pass, which changes the
+    # last bits of sums over three ranks or more. So DDP does it before the first step, in a new run as in a resumed one.
     job.guard = build_guard(job)
     return job
 
@@ -134,7 +135,7 @@ def wrap_network(network: nn.Module, env: DistEnv, averaging: Averaging, precisi
     # DDP would broadcast rank 0's BatchNorm statistics in every step. train_epoch averages them once per epoch instead.
     # (The constructor's argument has another name in newer torch, forward_sync_buffers. The attribute has this one in both.)
     model.broadcast_buffers = False
-    # How gradients are averaged: in shared memory (the default on one host), by another --all-reduce, or in bf16.
+    # How gradients are averaged: in shared memory (the default for CPUs of one host), by another --all-reduce, or in bf16.
     average_by_hook(model, averaging, env)
     return model
 
@@ -188,16 +189,17 @@ def train_step(job: Job, batches: Iterator[Batch]) -> None:
             scaler.scale(loss).backward()
     summing.wait()  # gloo: usually done by now. NCCL: the GPU waits, Python does not
 
-    # All ranks hold the same averaged gradients now, and so the same norm. Unscale before the clip: scaled gradients, and their
-    # norm, are too large by the loss scale, so clipping would shrink every step. (Outside fp16 the scaler does nothing.)
+    # All ranks hold the same averaged gradients now, or shards of them, and get the same norm. Unscale before the clip: scaled
+    # gradients, and their norm, are too large by the loss scale, so clipping would shrink every step. (Outside fp16 the scaler does
+    # nothing.)
     scaler.unscale_(job.optimizer)
     norm = job.clip_grad_norm_(model.parameters(), config.clip_norm) if config.clip_norm else None
     for group in job.optimizer.param_groups:
         group["lr"] = job.learning_rate(job.step)
     # One rank's inf or nan in a gradient is in every rank's average; in a loss, it is in the reports. So all ranks skip this
-    # step, or none does. On a CPU, may_step is False then. On a GPU it is True, since the host does not know yet: the guard has told
-    # the optimizer's kernels to change nothing. (In fp16 a gradient that overflows is normal: may_step is True, GradScaler tells the
-    # optimizer, and scaler.update lowers the scale.)
+    # step, or none does. On a CPU, may_step is False for a step to skip. On a GPU with a fused optimizer it is True, since the host does
+    # not know yet: the optimizer's kernels know, and change nothing. (In fp16 a gradient that overflows is normal: may_step is True,
+    # scaler.step skips the step, and scaler.update lowers the scale.)
     if job.guard.may_step(norm, reports):
         scaler.step(job.optimizer)
     scaler.update()

@@ -66,7 +66,7 @@ class NaiveDistributedDataParallel(torch.nn.Module):
             self.require_backward_grad_sync = before
 
     def _ready(self) -> None:
-        """Called for each gradient. In each backward pass, the first asks autograd to call ``_average_gradients`` when the pass is over."""
+        """Called for each gradient. The first one in a backward pass asks autograd to call ``_average_gradients`` when the pass is over."""
         if self._latest_pass != replicas.current_pass():
             if replicas.current_node() is None:  # no node runs: compiled autograd only traces, and would not call back
                 raise NotImplementedError("compiled autograd traces backward: compile the module, not its backward")

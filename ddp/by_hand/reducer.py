@@ -48,12 +48,11 @@ class BackwardPass:
 
     :param times_ready: how often each gradient became ready in it
     :param div_factor: gradients are divided by this before they are summed
-    :param end: a weak reference to the function that autograd calls when the pass is over (:meth:`Reducer._finish`). Only autograd keeps
-        that function alive. If an exception ends the pass, autograd frees the function, and ``end()`` returns None
-    :param from_output: how the pass was noticed. True: at its beginning, by a hook on a tensor that forward had returned. False: by its
-        first gradient, since forward did not return the loss or what leads to it, but stored it, as in an attribute of the module
-    :param reaches_parameters: whether the outputs at which this pass begins depend on any parameter. It is looked up with find_unused
-        only; without find_unused it counts as True
+    :param end: tells whether an exception has ended the pass: then ``end()`` is None. It is a weak reference to the function that
+        autograd calls when the pass is over. Only autograd keeps that function alive, and frees it after an exception
+    :param from_output: True if a hook on one of forward's outputs noticed the pass when it began. False if its first gradient did,
+        since the loss was not computed from what forward returned (the module may have stored it)
+    :param reaches_parameters: False if find_unused has found that the outputs at which the pass begins depend on no parameter
     :param sent: ``sent[i]`` is the all-reduce of ``buckets[i]``; shorter than ``buckets`` until all are sent
     """
 
@@ -99,7 +98,8 @@ class Reducer:
         self.nodes = [get_gradient_edge(p).node for p in self.parameters]
         self.group, self._all_reduce, self._limits = group, all_reduce, limits
         self._as_view, self.find_unused = as_view, find_unused and not static_graph
-        self.div_factor = float(group.size())  # of the next backward pass; join.py lowers it when ranks have ended
+        # For the next backward pass; join.py lowers it when other ranks have no batches left.
+        self.div_factor = float(group.size())
         # Takes the place of the all-reduce: called with a bucket, its index, and whether it is the last.
         self.comm_hook: Callable[[Bucket, int, bool], Pending] | None = None
 
@@ -119,13 +119,13 @@ class Reducer:
         self._build_buckets(reversed(indices))  # a first guess: backward begins with the last layer
 
         self.phase = Phase.NONE_EXPECTED
-        self._pass: BackwardPass  # the latest one; absent before the first ``begin``
+        self._pass: BackwardPass  # the latest one; absent before the first one
 
     def prepare_for_backward(self, synchronize: bool) -> None:
         """A forward pass is over. ``synchronize`` says whether the backward pass that follows averages the gradients."""
         self._leave_interrupted()
-        # Activation checkpointing repeats forward passes within backward. They decide nothing. (Such a forward pass may come before
-        # the first gradient, and so before RUNNING.)
+        # Activation checkpointing repeats forward passes within backward. They decide nothing if that backward pass averages. (It may
+        # still be EXPECTED, since it is RUNNING only from a hook of an output or the first gradient on.)
         if self.phase is Phase.RUNNING or (self.phase is Phase.EXPECTED and in_backward()):
             return
         self.phase = Phase.EXPECTED if synchronize else Phase.LOCAL
@@ -139,13 +139,13 @@ class Reducer:
         if output is None:
             raise NotImplementedError(errors.COMPILED_AUTOGRAD)
         self._begin(from_output=True)
-        # _finish needs this if no gradient comes in this pass. There are two reasons for that. Either the user called
-        # torch.autograd.grad, which writes no .grad: then nothing is averaged. Or no output depends on a parameter, since this rank has
-        # used none: then it sends zeros, because other ranks may have gradients. (The second is allowed with find_unused only.)
+        # Two kinds of passes bring no gradient, and _finish must tell them apart. If the user called torch.autograd.grad, the output
+        # depends on parameters, but no .grad is written: nothing is averaged. If this rank has used no parameter, the output depends on
+        # none: the rank sends zeros, since others may have gradients. (The second kind is allowed with find_unused only.)
         self._pass.reaches_parameters = self._pass.reaches_parameters or depend_on([output], self.ids)
 
     def _begin(self, from_output: bool) -> None:
-        """A pass that averages, if none runs yet. :meth:`_finish` ends it."""
+        """Begin a pass that averages, if none runs yet. :meth:`_finish` ends it."""
         self._leave_interrupted()
         if self.phase is Phase.RUNNING:
             return
@@ -170,7 +170,7 @@ class Reducer:
         self.phase = Phase.RUNNING
 
     def ready(self, index: int, *_: object) -> None:
-        """Autograd is done with parameter ``index``: its gradient is in ``.grad``. (An operation of the user's may have given none.)
+        """Autograd is done with parameter ``index``: its gradient is in ``.grad``, or a function of the user's gave none.
 
         :raises RuntimeError: if it became ready before in this pass; if it is sparse (``Bucket.copy_in`` raises)
         """
@@ -180,15 +180,16 @@ class Reducer:
             self._order.append(index)
         times_ready, expected = self._pass.times_ready, self._expected_times
         times_ready[index] += 1
-        # expected is None in the first pass with static_graph, which only counts; _finish sends then. In later passes, a parameter
-        # that two reentrant checkpoints use becomes ready twice, as it did in the first: its gradient is complete the second time.
+        # With static_graph, the first pass only counts (expected is None), and _finish sends all buckets. In later passes, a gradient
+        # may become ready several times, if several reentrant checkpoints use the parameter. It is complete the last time.
         if expected is None or times_ready[index] < expected[index]:
             return
         if times_ready[index] > expected[index]:
             raise errors.ready_twice(self._names[index])
         bucket = self._bucket_of[index]
         if not bucket.copies_together:
-            # At once, so that autograd can take the gradient's own memory for the next one. (Else fill() copies the whole bucket.)
+            # After the copy, autograd can use the gradient's own memory for the next one. (A bucket that copies_together is copied by
+            # fill(), when it is complete.)
             bucket.copy_in(index, self._pass.div_factor)
         bucket.missing -= 1
         if not bucket.missing:
@@ -219,7 +220,7 @@ class Reducer:
             self._pass.sent.append(self.start(len(self._pass.sent)))
 
     def start(self, index: int) -> Pending:
-        """Start the all-reduce of a bucket. (join.py calls this, too, and the next two methods.)"""
+        """Start the all-reduce of a bucket. (A rank without batches calls this, too, see join.py; and the next two public methods.)"""
         bucket = self.buckets[index]
         if self.comm_hook is None:
             return self._all_reduce.start(bucket.buffer)
@@ -234,7 +235,7 @@ class Reducer:
 
         :raises RuntimeError: if not all gradients can be averages
         """
-        self.phase = Phase.EXPECTED  # it stays if this returns early or a collective fails: backward may run again
+        self.phase = Phase.EXPECTED  # the phase if this returns early, or a collective fails: backward may run again
         times_ready = self._pass.times_ready
         # In the first pass with static_graph, the gradients that came are those to expect, and none is missing.
         expected = self._expected_times or times_ready
@@ -279,16 +280,16 @@ class Reducer:
         self._order = None
         # Same memory, new order: copy out, rebuild, copy in.
         averages = {index: view.clone() for bucket in self.buckets for index, view in bucket.views.items()}
-        # The parameters whose .grad is a view into their bucket. (The others have no .grad, or one of its own.)
+        # The parameters whose .grad is a view into an old bucket. (Others have no .grad, or one with memory of its own.)
         had_view = [index for bucket in self.buckets for index in filter(bucket.contains_grad, bucket.parameters)]
         self._build_buckets(order.tolist())
         for index, average in averages.items():
             self._bucket_of[index].views[index].copy_(average)
-        for index in had_view:  # into the old one: now a view into the new one
+        for index in had_view:  # it becomes a view into the new bucket
             self._bucket_of[index].set_grad_views([index])
 
     def _build_buckets(self, order: Iterable[int]) -> None:
-        index_of = {self.parameters[index]: index for index in order}  # its keys are the parameters in the new order
+        index_of = {self.parameters[index]: index for index in order}  # a dict keeps its order
         unassigned = dict(self.memory)
         self.buckets: list[Bucket] = []
         for parameters in assign_buckets(index_of, self._limits):
@@ -307,8 +308,7 @@ class Reducer:
             self.phase = Phase.EXPECTED  # set before wait(), which may raise again
             self._wait()
             for bucket in self.buckets[: len(self._pass.sent)]:
-                # A .grad may be a view into the bucket. If the user zeroed it after the exception, and the sum came after that, it is
-                # not zero any more.
+                # A .grad that lies in the bucket may hold a late sum now, although the user zeroed it after the exception.
                 bucket.drop()
 
     def _others_of_this_pass(self) -> list[Reducer]:
@@ -322,8 +322,8 @@ class Reducer:
 
     def _error(self, replaced: RuntimeError | None, missing: list[str]) -> RuntimeError | None:
         """The reason why not all gradients can be averages; None if they can."""
-        # The inner pass of a reentrant checkpoint runs within the whole one, and brings only some of the gradients. If the whole one
-        # began at a hook of an output (from_output), it is known, and this is called at its end.
+        # A reentrant checkpoint runs a backward pass of its own within the whole one. If no hook of an output has noticed the whole
+        # pass, the one that ends here may be the checkpoint's, which brings only some of the gradients.
         if not self._pass.from_output and within_another_pass():
             return RuntimeError(errors.UNKNOWN_BEGINNING)
         if missing and not (replaced or self.find_unused):

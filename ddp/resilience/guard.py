@@ -10,7 +10,7 @@ The trainer calls a guard in three places: ``batches`` once per epoch, ``report`
 - tells the watchdog where this rank is.
 
 It reads the sum and the norm in every step. On a GPU, Python (the host) would wait each time until the GPU (the device) has computed
-them. So GPUs have ddp/resilience/device_guard.py instead.
+them. So GPUs have a subclass of this guard, in ddp/resilience/device_guard.py, and what is on the device here serves it.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class ResilientGuard(StepGuard):
     def batches(self, loader: Iterable[Batch]) -> Iterator[Batch]:
         """This rank's micro-batches of an epoch. The time until each comes counts as waiting for data.
 
-        One rank may find a damaged file when the others already wait for its gradients. It then continues with empty
+        One rank may find a damaged file when the others already wait for its gradients. It then continues with black
         images to the end of the step, where all ranks stop together.
         """
         job = self._job
@@ -140,7 +140,7 @@ class ResilientGuard(StepGuard):
         """This rank's flags of a step, float32 ``[len(Flags._fields)]`` on the device: 1 where a flag is set, else 0.
 
         :param losses: 0-d, of the micro-steps
-        :raises UsageError: on every rank, if a parameter was frozen or unfrozen since the network was wrapped
+        :raises UsageError: if a parameter was frozen or unfrozen since the network was wrapped, on each rank where it was
         """
         self._require_same_requires_grad()
         self._losses = losses
@@ -214,7 +214,7 @@ class ResilientGuard(StepGuard):
         """
         self.flags = flags
         if flags.user_error:
-            with self._env.fail_together():  # the ranks without the error raise one, too, at the end of this block
+            with self._env.fail_together():  # if one rank raises in this block, all others raise at its end
                 if self._job.user_error is not None:
                     raise self._job.user_error
         if flags.not_finite:
@@ -313,8 +313,8 @@ class SavedBuffers:
     def restore(self, where: Tensor | None = None) -> None:
         """After the step: put the values of before the forward passes back.
 
-        :param where: None to do so. DeviceGuard gives a bool, 0-d on the device, that is True if it must be done: the device picks the
-            values, and the host does not read the bool (unless a forward pass assigned a buffer of another shape)
+        :param where: None to put them back. DeviceGuard gives a bool, 0-d on the device, that is True if they must be put back: the
+            device picks the values, and the host does not read the bool (unless a forward pass assigned a buffer of another shape)
         """
         for (place, name), buffer in zip(self._places, self._buffers, strict=True):
             now = place[name]

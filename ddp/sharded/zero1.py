@@ -12,8 +12,8 @@ In DDP every rank takes the same step, p times the same work and p times the sam
 The last three are ``_reduce``, called when autograd is done; the optimizer's own step; and ``_after_step``, which torch's
 optimizers call. (The gather could be delayed into the next forward; readers in between would see old weights.)
 
-The two collectives together are DDP's all-reduce, with the step in between: they send as many bytes, and the weights are the same to
-the last bit.
+The two collectives together are DDP's all-reduce, with the step in between. They send as many bytes, and two ranks get the same
+weights as with DDP, to the last bit (without clipping, whose norm is summed in another order).
 (Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, 2020, arXiv 1910.02054, section 5.1.)
 
 These classes assume that only ``optimizer.step()`` changes the model between passes. ``shard()`` returns their subclasses in
@@ -48,7 +48,7 @@ class ZeRO1(nn.Module):
     :param module: the same on every rank; values may differ, since rank 0's are broadcast
     :param units: the submodules whose parameters are gathered as one, at stage 3; see :func:`ddp.sharded.units.divide`
     :param collectives: two, since stage 3 uses both at once: the first gathers parameters, the second reduces gradients
-    :param compute: the dtype in which parameters are gathered and computed with; None: in that of the shards
+    :param compute: the dtype of gathered parameters, and of forward and backward; None takes that of the shards
     :raises ValueError: for units that :func:`ddp.sharded.units.divide` refuses
     """
 
@@ -164,7 +164,7 @@ class ZeRO1(nn.Module):
     # After an optimizer's step: the parameters
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        """An optimizer has stepped. If it has shards of this model, all ranks gather the new parameters: all must step it."""
+        """An optimizer has stepped. If it has shards of this model, gather the new parameters. All ranks must step, or the others wait."""
         stepped = {one for group in optimizer.param_groups for one in group["params"]}
         if not stepped.isdisjoint(self.parameters()):
             self._gather_all()
