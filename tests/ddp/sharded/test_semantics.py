@@ -88,8 +88,8 @@ def torn(stage: int) -> None:
         optimizers = [torch.optim.SGD(group, lr=0.1) for group in groups]
         scalers = [torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1) for _ in groups]
         output = model(torch.ones(2, 64)).sum()
-        if dist.get_rank() == 1 and not finite:
-            output = output + net.get_parameter("a.weight")[0, 0] * torch.inf
+        if dist.get_rank() == 1:
+            output = output + net.get_parameter("a.weight")[0, 0] * (1e25 if finite else torch.inf)  # its square is inf
         first, *_ = [scaler.scale(output) for scaler in scalers]
         first.backward()
         for group, optimizer, scaler in zip(groups, optimizers, scalers, strict=True):
