@@ -50,7 +50,7 @@ def _matters(loader: Loader, trains: bool) -> Iterator[str]:
     training, loading = batches / max(use_s, 1e-6), max(1, loader.facts["workers"]) / (sum(costs[:3]) or 1e-6)
     yield (
         f"  does it matter: {'yes' if loader.matters else 'no'}: {loader.share:.0%} of the loop waits for batches, {rate:.1f}/s; alone, "
-        f"training runs at {training:.1f}/s, loading at {loading:.1f}/s"
+        f"training at {training:.1f}/s, loading at most at {loading:.1f}/s"
         f"{'' if loader.matters else ': on a faster device, training would wait'}"
     )
 

@@ -28,20 +28,15 @@ START_S = 60.0  # a generous time for imports, and for a run whose first one was
 
 
 @dataclass(frozen=True)
-class AuditConfig:
+class AuditConfig(launch.RanksConfig):
     """Settings of ``ddp.audit``."""
 
-    ranks: int = option(2, "ranks on which the script runs", minimum=1, maximum=64)
     device: str = option(
         "auto",
         "the devices that the script finds: auto takes GPUs, or a stand-in for each if there are fewer than ranks; cpu hides GPUs",
         choices=start.DEVICES,
     )
-    start: str = option(
-        "auto", "who starts the ranks: torchrun, or python, where the script does", choices=start.STARTS
-    )
     quick: bool = option(False, "look closely only at the first 8 steps, and every 16th after them")
-    timeout: float = option(600.0, "seconds after which the script counts as hanging", above=0)
     ignore: tuple[str, ...] = option((), "findings to leave out, each as NAME, NAME:FILE or NAME:FILE:LINE")
     nodes: int = option(1, "nodes, each with an agent of torchrun and its part of the ranks", minimum=1, maximum=8)
     once: bool = option(False, "no second run, on one rank with the batches of all, which settles suspicions")

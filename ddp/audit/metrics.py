@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ddp.audit.trace import RankTrace, Trace
+from ddp.audit.trace import RankTrace, Trace, paired
 from ddp.audit.watch.event_types import Backward, Batch, Collective
 
 REDUCTIONS = ("all_reduce", "reduce", "broadcast")
@@ -48,8 +48,8 @@ def other_metrics(base: Trace, other: Trace, weights_are_same: bool) -> tuple[Co
     compared = 0
     for number, (mine, yours) in enumerate(zip(ours[0], theirs[0], strict=False)):
         totals = [sum(of_rank[number].samples for of_rank in some if number < len(of_rank)) for some in (ours, theirs)]
-        for one, two in zip(mine.reduced, yours.reduced, strict=False):
-            if one.where != two.where or len(one.after) != len(two.after):
+        for one, two in paired([[(event.where, event) for event in part.reduced] for part in (mine, yours)]):
+            if len(one.after) != len(two.after):
                 continue
             is_count = [[a, b] == totals for a, b in zip(one.after, two.after, strict=True)]
             if not (weights_are_same or any(is_count)):

@@ -262,14 +262,14 @@ class Trace:
     def steps(self) -> Iterator[list[Step]]:
         """Each optimizer step, as all ranks took it; none under ``join``, where ranks do not take the same steps."""
         if not any(rank.all(JoinBegins) for rank in self.ranks):
-            for steps in _paired([[(step.before.where, step) for step in rank.steps] for rank in self.ranks]):
+            for steps in paired([[(step.before.where, step) for step in rank.steps] for rank in self.ranks]):
                 if not any(step.has_closure for step in steps):
                     yield list(steps)
 
     def epochs(self, train: bool) -> Iterator[tuple[Epoch, ...]]:
         """Each iteration over a loader, as all ranks made it: those of training, or those of evaluations."""
         chosen = [[one for one in rank.epochs if one.trains == train and one.begin.evaluates] for rank in self.ranks]
-        return _paired([[(one.begin.where, one) for one in of_rank] for of_rank in chosen])
+        return paired([[(one.begin.where, one) for one in of_rank] for of_rank in chosen])
 
 
 def together(parts: Iterable[RankTrace | Step], kind: type[E]) -> Iterator[tuple[E, ...]]:
@@ -277,10 +277,10 @@ def together(parts: Iterable[RankTrace | Step], kind: type[E]) -> Iterator[tuple
 
     :param parts: of each rank, its whole trace or a step
     """
-    return _paired([[(event.where, event) for event in part.all(kind)] for part in parts])
+    return paired([[(event.where, event) for event in part.all(kind)] for part in parts])
 
 
-def _paired(of_ranks: Iterable[Iterable[tuple[str, T]]]) -> Iterator[tuple[T, ...]]:
+def paired(of_ranks: Iterable[Iterable[tuple[str, T]]]) -> Iterator[tuple[T, ...]]:
     """The things that all ranks have, each given with its line, in the order of rank 0: one that a rank does alone shifts no others."""
     numbered: list[dict[tuple[str, int], T]] = []
     for things in of_ranks:

@@ -2,7 +2,6 @@
 
 python -m ddp.museum            # lists the exhibits
 python -m ddp.museum NAME       # runs one on two ranks, as it was found and fixed, and audits it
-python -m ddp.museum --page     # writes ddp/museum/README.md, without running anything
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 import ast
 import difflib
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -22,7 +20,6 @@ from common.errors import UsageError
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parents[1]
 ROOMS = ("replicas", "gradients", "data", "state")
-THREAD = re.compile(r"([\w-]+/[\w.-]+)#(\d+)")
 
 
 def exhibits() -> dict[str, Path]:
@@ -36,8 +33,6 @@ def main() -> None:
     names = sys.argv[1:]
     if "--help" in names or "-h" in names:
         print(__doc__)
-    elif names == ["--page"]:
-        (FOLDER / "README.md").write_text(page())
     elif not names:
         for name, path in exhibits().items():
             print(f"{path.parent.name:>9}  {name:28} {docstring(path)[0]}")
@@ -55,19 +50,9 @@ def _show(path: Path) -> None:
     audit = [sys.executable, "-m", "ddp.audit", "--", os.path.relpath(path, ROOT)]
     for variant, how in (("as it was found", audit), ("fixed", [*audit, "--right"])):
         print(f"\n{variant}:", flush=True)
-        done = subprocess.run(how, stderr=subprocess.STDOUT, cwd=ROOT, env=environment, check=False)
+        done = subprocess.run(how, stderr=subprocess.STDOUT, cwd=ROOT, env=environment)
         if done.returncode not in (0, 1):
             raise UsageError(f"{path.stem} {variant} could not be audited; see above")
-
-
-def page() -> str:
-    """The README of the museum: of each exhibit the story, and what fixes it."""
-    parts = [(FOLDER / "README.md").read_text().partition("\n## ")[0]]
-    for name, path in exhibits().items():
-        title, story = docstring(path)
-        linked = THREAD.sub(r"[\1#\2](https://github.com/\1/issues/\2)", story)
-        parts.append(f"## {title}\n\n[{name}]({path.relative_to(FOLDER)})\n{linked}\n\n```diff\n{diff_of(path)}\n```\n")
-    return "\n".join(parts)
 
 
 def docstring(path: Path) -> list[str]:

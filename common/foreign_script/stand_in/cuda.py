@@ -23,11 +23,7 @@ _current = 0
 
 
 def _index(device: Any) -> int:
-    if device is None:
-        return _current
-    if isinstance(device, int):
-        return device
-    index = torch.device(device).index
+    index = device if isinstance(device, int | None) else torch.device(device).index
     return _current if index is None else index
 
 
@@ -43,43 +39,38 @@ def set_device(device: Any) -> None:
         _current = index
 
 
+def _nothing(*args: Any, **kwargs: Any) -> None: ...
+
+
+def _always(value: Any) -> Callable[..., Any]:
+    return lambda *args, **kwargs: value
+
+
 class Stream:
     """Work in it is done when it is queued."""
 
     cuda_stream = stream_id = 0
+    synchronize = wait_stream = wait_event = __exit__ = _nothing
+    query, is_capturing = _always(True), _always(False)
 
     def __init__(self, device: Any = None, *args: Any, **kwargs: Any) -> None:
         self.device = torch.device("cuda", _index(device))
-
-    def synchronize(self) -> None: ...
-
-    def wait_stream(self, stream: Any) -> None: ...
-
-    def wait_event(self, event: Any) -> None: ...
 
     def record_event(self, event: Any = None) -> Event:
         recorded: Event = event or Event()
         recorded.record()
         return recorded
 
-    def query(self) -> bool:
-        return True
-
-    def is_capturing(self) -> bool:
-        return False
-
     def __enter__(self) -> Stream:
         return self
-
-    def __exit__(self, *error: object) -> None: ...
 
 
 class Event:
     """A moment."""
 
     _at = 0.0
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+    __init__ = synchronize = wait = _nothing
+    query = _always(True)
 
     def record(self, stream: Any = None) -> None:
         self._at = time.perf_counter()
@@ -87,13 +78,6 @@ class Event:
     def elapsed_time(self, end: Event) -> float:
         """In milliseconds."""
         return 1e3 * (end._at - self._at)
-
-    def synchronize(self) -> None: ...
-
-    def wait(self, stream: Any = None) -> None: ...
-
-    def query(self) -> bool:
-        return True
 
 
 @contextlib.contextmanager
@@ -119,13 +103,6 @@ class device:
 def properties(device: Any = None) -> Any:
     major, minor = CAPABILITY
     return SimpleNamespace(name=NAME, major=major, minor=minor, total_memory=MEMORY, multi_processor_count=108)
-
-
-def _nothing(*args: Any, **kwargs: Any) -> None: ...
-
-
-def _always(value: Any) -> Callable[..., Any]:
-    return lambda *args, **kwargs: value
 
 
 _FUNCTIONS: dict[str, Any] = {

@@ -16,7 +16,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from .replacing import CPU, Substitute, called_by_torch, replace
+from .replacing import CPU, Substitute, called_by_torch, replace, without_gpu
 
 _nccl = set[Any]()  # the groups that were asked for NCCL, by id; None is the default group
 
@@ -55,7 +55,7 @@ def make_group(original: Any, *args: Any, **kwargs: Any) -> Any:
 @replace(dist, "get_backend")
 def get_backend(original: Any, group: Any = None) -> Any:
     """To the script, the backend that it has asked for."""
-    asked = None if group in (None, getattr(dist.group, "WORLD", None)) else id(group)
+    asked = None if group in (None, dist.group.WORLD) else id(group)
     return original(group) if called_by_torch() or asked not in _nccl else "nccl"
 
 
@@ -66,6 +66,14 @@ replace_everywhere("is_nccl_available")(lambda original: True)
 def barrier(original: Any, *args: Any, **kwargs: Any) -> Any:
     kwargs.pop("device_ids", None)
     return original(*args, **kwargs)
+
+
+def _tensors(given: dict[str, Any]) -> dict[str, Any]:
+    """The arguments as gloo takes them. NCCL takes tensors that require gradients, and counts elements where gloo compares shapes."""
+    tensors = {name: value.detach() for name, value in [*given.items()][:2] if isinstance(value, Tensor)}
+    if len(tensors) > 1:
+        tensors = {name: value.reshape(-1) for name, value in tensors.items()}
+    return given | tensors
 
 
 def _divide(result: Tensor, ranks: int) -> None:
@@ -95,13 +103,13 @@ class _Divided:
 )
 def reduce(original: Any, *args: Any, **kwargs: Any) -> Any:
     """gloo has no average: it is a sum, divided."""
-    given = _arguments(original, args, kwargs)
+    given = _tensors(_arguments(original, args, kwargs))
     if given.get("op") != dist.ReduceOp.AVG:
-        return original(*args, **kwargs)
+        return original(**given)
     result = next(iter(given.values()))
     ranks = dist.get_world_size(given.get("group"))
     work = original(**given | {"op": dist.ReduceOp.SUM})
-    if work is not None and given.get("async_op"):
+    if given.get("async_op"):
         return _Divided(work, result, ranks)
     _divide(result, ranks)
     return work
@@ -110,9 +118,8 @@ def reduce(original: Any, *args: Any, **kwargs: Any) -> Any:
 @replace_everywhere(
     "all_gather", "all_gather_single", "all_gather_into_tensor", "_all_gather_base", "all_gather_coalesced"
 )
-def all_gather(original: Any, output: Any, input: Any, *args: Any, **kwargs: Any) -> Any:
-    """NCCL takes tensors that require gradients, gloo does not."""
-    return original(output, input.detach() if isinstance(input, Tensor) else input, *args, **kwargs)
+def all_gather(original: Any, *args: Any, **kwargs: Any) -> Any:
+    return original(**_tensors(_arguments(original, args, kwargs)))
 
 
 @replace(DistributedDataParallel, "__init__")
@@ -157,7 +164,7 @@ replace(DistributedDataParallel, "_passing_sync_batchnorm_handle")(lambda origin
 
 def _mesh(original: Any, *args: Any, **kwargs: Any) -> Any:
     given = _arguments(original, args, kwargs)
-    return original(**given | {"device_type": "cpu"}) if given["device_type"] == "cuda" else original(**given)
+    return original(**given | {"device_type": str(without_gpu(given["device_type"]))})
 
 
 replace(device_mesh.DeviceMesh, "__init__")(_mesh)

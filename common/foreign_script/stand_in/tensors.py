@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import get_worker_info
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from .replacing import CPU, called_by_torch, is_gpu, replace, without_gpu
@@ -108,16 +109,15 @@ def parameter(original: Any, cls: Any, data: Any = None, *args: Any, **kwargs: A
     return made
 
 
-@replace(Tensor, "pin_memory")
-def pin_memory(original: Any, self: Tensor, *args: Any) -> Tensor:
-    return self.clone()
-
-
+replace(Tensor, "pin_memory")(lambda original, self, *args: self.clone())
 replace(Tensor, "record_stream")(lambda *args: None)
 
 
 _is_cuda: Any = Tensor.is_cuda
-Tensor.is_cuda = property(lambda self: _is_cuda.__get__(self) if called_by_torch() else True)  # type: ignore[assignment]
+# A loader's worker makes tensors on the CPU; some libraries ask there, and refuse to send one of a GPU.
+Tensor.is_cuda = property(  # type: ignore[assignment]
+    lambda self: _is_cuda.__get__(self) if called_by_torch() or get_worker_info() else True
+)
 
 
 @replace(Tensor, "get_device")

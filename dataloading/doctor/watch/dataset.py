@@ -5,8 +5,6 @@ from __future__ import annotations
 import inspect
 import io
 import sys
-import tarfile
-import zipfile
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,8 +16,10 @@ from .events import is_own
 from .settings import start_method
 
 MANY = 20_000  # objects whose reference counts fill many pages
-HANDLES = (zipfile.ZipFile, tarfile.TarFile)
-HANDLE_MODULES = ("h5py", "lmdb", "sqlite3", "socket", "psycopg2", "pymysql", "redis", "pymongo", "netCDF4")
+HANDLE_MODULES = (
+    *("zipfile", "tarfile", "h5py", "netCDF4", "lmdb", "sqlite3"),
+    *("psycopg2", "pymysql", "redis", "pymongo", "socket"),
+)
 
 
 def describe(loader: data.DataLoader[Any]) -> dict[str, Any]:
@@ -70,7 +70,9 @@ def _is_handle(value: Any) -> bool:
             return not value.closed and value.fileno() > 2
         except Exception:  # a file in memory, or of whatever kind the script makes
             return False
-    return isinstance(value, HANDLES) or type(value).__module__.partition(".")[0].lstrip("_") in HANDLE_MODULES
+    kind = type(value)
+    is_lmdb_s = kind is getattr(sys.modules.get("lmdb"), kind.__name__, None)  # which says that it is a builtin
+    return is_lmdb_s or kind.__module__.partition(".")[0].lstrip("_") in HANDLE_MODULES
 
 
 def _place(owner: Any) -> tuple[str, str]:
@@ -101,15 +103,10 @@ def _held(dataset: Any) -> Iterator[tuple[Any, str, Any]]:
         for name, value in getattr(one, "__dict__", {}).items():
             yield one, name, value
             inner = value if isinstance(value, (list, tuple)) and len(value) < 100 else [value]
-            todo += [part for part in inner if isinstance(part, data.Dataset) or _is_of_script(part)]
+            todo += [part for part in inner if isinstance(part, data.Dataset) or _place(part)[0]]
         for name in ("__getitem__", "__getitems__", "__iter__"):
             method = getattr(type(one), name, None)
             for used in getattr(getattr(method, "__code__", None), "co_names", ()):
                 module = sys.modules.get(getattr(method, "__module__", ""))
                 if module is not None and used in vars(module):
                     yield module, used, vars(module)[used]
-
-
-def _is_of_script(value: Any) -> bool:
-    file = getattr(sys.modules.get(type(value).__module__), "__file__", None)
-    return file is not None and is_own(file)

@@ -18,6 +18,7 @@ from torch.utils.data._utils import fetch, worker
 
 from .events import emit, file_of, replace
 from .sampling import sampler
+from .settings import is_one_by_one
 
 SLOWEST = 3  # samples of each batch that are named
 LONG_S = 0.01  # of a sample, which is worth a look at how long it waited
@@ -94,8 +95,7 @@ def make(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
 
 @replace(fetch._MapDatasetFetcher, "fetch")
 def fetch_samples(original: Any, self: Any, indices: Any) -> Any:
-    one_by_one = self.auto_collation and not getattr(self.dataset, "__getitems__", None)
-    return _fetch(original, self, indices, one_by_one)
+    return _fetch(original, self, indices, self.auto_collation and is_one_by_one(self.dataset))
 
 
 @replace(fetch._IterableDatasetFetcher, "fetch")

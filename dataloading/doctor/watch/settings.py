@@ -216,12 +216,12 @@ def facts_of(loader: DataLoader[Any]) -> dict[str, Any]:
         "present": present(loader),
         "length": length_of(loader),
         "iterable": iterable,
-        "threads": not iterable and loader.batch_sampler is not None and _one_by_one(loader.dataset),
+        "threads": not iterable and loader.batch_sampler is not None and is_one_by_one(loader.dataset),
         "whole_batches": not iterable and _gives_whole_batches(loader),
     }
 
 
-def _one_by_one(dataset: Any) -> bool:
+def is_one_by_one(dataset: Any) -> bool:
     """Whether samples of a batch are fetched one by one. A ``Subset`` does as its data set does."""
     while type(dataset) is Subset:
         dataset = dataset.dataset

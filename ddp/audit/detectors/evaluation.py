@@ -34,7 +34,7 @@ def detect(trace: Trace) -> Findings:
             latest = event
         elif isinstance(latest, Batch) and latest.iterator in first.training_iterators:
             continue  # a part of a training step, such as a teacher's pass
-        elif event.training and event.random:
+        elif event.training and event.random and (latest or not first.training_iterators):
             yield Finding(
                 "evaluates-in-training-mode",
                 event,

@@ -1,4 +1,4 @@
-"""Learning rates: one schedule step per optimizer step or epoch, and the same rate on all ranks. Averages of weights are updated."""
+"""Learning rates: one schedule step per optimizer step or epoch, and the same rate on all ranks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import Counter
 
 from ddp.audit.finding import Finding, Findings
 from ddp.audit.trace import Trace, together
-from ddp.audit.watch.event_types import Average, AverageMade, LoaderBegins, Schedule, ScheduleMade
+from ddp.audit.watch.event_types import LoaderBegins, Schedule, ScheduleMade
 
 LONG = 10  # optimizer steps of a script without loaders
 LEAST_IDLE = 3  # optimizer steps in a row with a rate of 0; a warm-up begins with one
@@ -25,21 +25,22 @@ def detect(trace: Trace) -> Findings:
                 "scheduler-of-each-process",
                 often[0],
                 f"the schedule takes {ranks} steps for one optimizer step, so it runs {ranks} times too fast",
-                is_hint=often[0].of_processes,
+                is_hint=often[0].of_processes or len(step.passes) == ranks,  # it may count micro-batches
             )
             is_too_fast = not often[0].of_processes
             break
     loaders = first.all(LoaderBegins)
     # A schedule would have been stepped by now.
     is_long = len(first.training) > 1 or (not loaders and len(first.steps) >= LONG)
-    stepped = {event.optimizer for event in first.all(Schedule, Average)}
-    for event in first.all(ScheduleMade, AverageMade):
+    stepped = {event.optimizer for event in first.all(Schedule)}
+    for event in first.all(ScheduleMade):
         if is_long and event.optimizer not in stepped:
             yield Finding(
-                "schedule-never-stepped" if isinstance(event, ScheduleMade) else "average-never-updated",
+                "schedule-never-stepped",
                 event,
-                f"neither this {event.name} nor another of its optimizer is ever stepped or updated",
-                is_hint=not loaders,  # it may be meant for later than this run ends
+                f"neither this {event.name} nor another of its optimizer is ever stepped",
+                # Rates that change all the same are set by hand; a run without loaders may end before the schedule is meant to begin.
+                is_hint=not loaders or len({str(step.before.rates) for step in first.steps}) > 1,
             )
     for events in together(trace.ranks, Schedule):
         metrics = [event.metric for event in events]

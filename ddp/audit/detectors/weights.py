@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections import Counter
 from dataclasses import replace
 from operator import attrgetter
 
@@ -22,24 +21,28 @@ SLIGHT = 0.05  # weights that differ by less, as with a few ignored labels, are 
 
 
 def detect(trace: Trace) -> Findings:
-    yield from _short_windows(trace)  # one of 1 / ranks looks like a loss that is divided by them
+    short = list(_short_windows(trace))
     found = [finding for steps in trace.steps() for finding in _of_step(steps)]
-    yield from sorted(found, key=attrgetter("is_hint"))  # the first at a line stays: a slight one hides no other
+    found.sort(key=attrgetter("is_hint"))  # the first at a line stays: a slight one hides no other
+    for finding in found:
+        if not (short and finding.name == "loss-divided-by-ranks"):  # a short window may be 1 / ranks long
+            yield finding
+    yield from short
 
 
 def _short_windows(trace: Trace) -> Findings:
     """Steps of fewer micro-batches than others, such as an epoch's last, whose weights sum to that part of 1."""
-    windows: list[tuple[int, float, _Loss]] = []
+    windows: list[tuple[int, float, Backward]] = []
     for steps in trace.steps():
         if losses := [loss for rank, step in enumerate(steps) for loss in _losses(rank, step)]:
             total = sum(loss.weight * loss.terms for loss in losses) / len(steps)
-            windows.append((len(steps[0].passes), total, losses[-1]))
+            windows.append((len(steps[0].passes), total, steps[0].passes[-1]))
     most = max((count for count, _, _ in windows), default=0)
     is_divided = any(count == most and equal(total, 1) for count, total, _ in windows)
-    for count, total, loss in windows:
+    for count, total, backward in windows:
         if is_divided and count < most and equal(total, count / most):
             text = f"a step of {count} micro-batch{'es' * (count > 1)} is divided by {most}: the weights of all terms sum to {total:.3g}"
-            yield Finding("short-window", loss, text)
+            yield Finding("short-window", backward, text)
             return
 
 
@@ -67,12 +70,20 @@ def _losses(rank: int, step: Step) -> list[_Loss]:
 
 def _of_step(steps: list[Step]) -> Findings:
     ranks, passes = len(steps), 1
-    by_call: dict[str, list[_Loss]] = {}  # for each call in the script
+    by_turn: dict[
+        tuple[str, int], list[_Loss]
+    ] = {}  # for each call in the script, and its turn in a loop within a pass
     for rank, step in enumerate(steps):
+        by_call: dict[str, list[_Loss]] = {}
         for loss in _losses(rank, step):
             by_call.setdefault(loss.call, []).append(loss)
-    totals: list[_Loss] = []  # a loss of each call
-    for losses in by_call.values():
+        for call, own in by_call.items():
+            passes = max(passes, len(own))
+            turns = len(own) // (len(step.passes) or 1) or 1
+            for turn in range(turns):
+                by_turn.setdefault((call, turn), []).extend(own[turn::turns])
+    totals: list[_Loss] = []  # a loss of each
+    for losses in by_turn.values():
         if not all(0 < loss.weight < math.inf for loss in losses):
             return
         losses.sort(key=attrgetter("weight"))
@@ -92,7 +103,6 @@ def _of_step(steps: list[Step]) -> Findings:
         if not high.is_mean and equal(sum(loss.weight * loss.samples for loss in losses) / ranks, 1):
             total = 1.0  # the script adds up a sample's elements, and takes the mean over the samples
         totals.append(replace(high, total=total))
-        passes = max(passes, *Counter(loss.rank for loss in losses).values())
     if not totals or passes > len(steps[0].computed):
         return  # a call in a loop, such as over the heads of a network
     of_least = min(totals, key=attrgetter("total"))
@@ -103,8 +113,8 @@ def _of_step(steps: list[Step]) -> Findings:
             yield Finding(
                 "gathered-without-gradient",
                 of_least,
-                f"the gradient is too small by a factor of {ranks}: each rank computes the loss of the gathered batch, and gets the "
-                "gradient of its own part; the parts should be added, and DDP averages them",
+                "each rank gets the gradient of its own part of the gathered batch; the parts should be added, and DDP averages them, so "
+                f"where each rank computes the loss of the whole batch, the gradient is too small by a factor of {ranks}",
             )
         return
     # A loss may have a coefficient. So only what all losses of a step have in common is wrong.

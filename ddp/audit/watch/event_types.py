@@ -317,11 +317,11 @@ class Clip(Event):
 
 
 class Scheduled(Event):
-    """A schedule of the learning rate, or an average of weights.
+    """A schedule of the learning rate.
 
     :ivar name: its class
     :ivar id: of itself
-    :ivar optimizer: of its optimizer; an average has none but itself
+    :ivar optimizer: of its optimizer
     :ivar metric: by which it decides, if it does
     :ivar of_processes: whether it is Accelerate's, which takes a step for each process by design
     """
@@ -339,14 +339,6 @@ class ScheduleMade(Scheduled):
 
 class Schedule(Scheduled):
     """A schedule takes a step."""
-
-
-class AverageMade(Scheduled):
-    """An average of weights is made."""
-
-
-class Average(Scheduled):
-    """An average of weights takes a step."""
 
 
 # Data.

@@ -64,10 +64,12 @@ def iterate(call: Call) -> Look:
 
 
 def _batch_size(loader: Any) -> int | None:
-    """The samples of a batch; None if a batch sampler or a data set of the script's own makes batches."""
+    """The samples of a batch; None if the script gave a batch sampler of its own, or a data set that makes batches."""
     batches = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
     batches = getattr(batches, "batch_sampler", batches)  # a library's, around torch's
-    return batches.batch_size if type(batches) is data.BatchSampler else None
+    return (
+        batches.batch_size if type(batches) is data.BatchSampler else loader.batch_size
+    )  # the caller's, if there is one
 
 
 @watch(_BaseDataLoaderIter, "_next_index")

@@ -76,7 +76,9 @@ def _emit_local(why: str) -> None:
 
 
 @quiet()
-def _weighted(reduction: str, event: Loss, value: Tensor, factor: Tensor) -> None:
+def _weighted(reduction: str, event: Loss, value: Tensor, factor: Tensor | None) -> None:
+    if factor is None:
+        return  # DDP passes none on to an output that is not in the backward pass
     factors = factor.detach().double()
     share = (factors * value).sum().item()
     factors = factors[factors != 0]  # a term that is masked has no weight

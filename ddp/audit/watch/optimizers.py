@@ -11,13 +11,10 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.optim.swa_utils import AveragedModel
 
 from . import events
 from .event_types import (
     Autocast,
-    Average,
-    AverageMade,
     BeforeStep,
     Checksums,
     Clip,
@@ -98,17 +95,15 @@ def _checksums(parameters: dict[str, Tensor]) -> Checksums:
     return {number: checksum(parameter) for number, parameter in parameters.items()}
 
 
-@watch(AveragedModel, "__init__", "update_parameters")
 def schedule(call: Call) -> Look:
-    """A schedule, or an average of weights, is made, or takes a step."""
+    """A schedule is made, or takes a step."""
     yield
     if schedule not in thread.running:  # SequentialLR calls the steps of others, and each constructor takes a step
         of, metric = call.args[0], call.get("metrics")
-        kinds = (Average, AverageMade) if isinstance(of, AveragedModel) else (Schedule, ScheduleMade)
-        event = kinds[call.function.__name__ == "__init__"](
+        event = (Schedule, ScheduleMade)[call.function.__name__ == "__init__"](
             name=type(of).__name__,
             id=identity(of),
-            optimizer=identity(getattr(of, "optimizer", of)),
+            optimizer=identity(of.optimizer),
             metric=None if metric is None else float(metric),
             of_processes=is_below("accelerate.scheduler"),
         )

@@ -6,6 +6,7 @@ import pickle
 import random
 import zlib
 from collections import Counter
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -18,7 +19,8 @@ from .tensors import checksum
 
 MOST_DRAWS = 8  # that are written down for a step
 _draws = Counter[int]()  # by step
-_state = _changes = 0  # the checksum of torch's generator when it was looked at, and how often it was another one
+_states = Counter[Callable[[], torch.Tensor]]()  # checksums of torch's generators when they were looked at
+_changes = 0  # how often one of them was another one
 
 
 @watch(np.random, "seed")
@@ -33,22 +35,28 @@ def of_main_process() -> list[int]:
     return [zlib.crc32(pickle.dumps(state)) for state in (np.random.mtrand._rand, random._inst)]
 
 
+def _generators() -> list[Callable[[], torch.Tensor]]:
+    """Functions that give the states of torch's generators. The last is that from which a module draws."""
+    return [torch.get_rng_state] + [torch.cuda.get_rng_state] * torch.cuda.is_available()
+
+
 def draws() -> int:
-    """How often the generator was found changed, but for dropout with a probability of 0, which draws all the same."""
-    global _state, _changes
-    state = checksum(torch.get_rng_state())
-    _changes += state != _state
-    _state = state
+    """How often a generator was found changed, but for dropout with a probability of 0, which draws all the same."""
+    global _changes
+    for generator in _generators():
+        state = checksum(generator())
+        _changes += state != _states[generator]
+        _states[generator] = state
     return _changes
 
 
 @watch(F, "dropout")
 def dropout(call: Call) -> Look:
-    global _state
-    draws()
+    generator = _generators()[-1]
+    before = checksum(generator())
     yield
-    if call.get("p") == 0:
-        _state = checksum(torch.get_rng_state())
+    if call.get("p") == 0 and _states[generator] == before:
+        _states[generator] = checksum(generator())
 
 
 @watch(torch, "rand", "randn", "randint", "rand_like", "randn_like", "randint_like", "normal", "bernoulli")

@@ -14,6 +14,7 @@ import torch.utils.checkpoint
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
 
 rank = int(os.environ["RANK"])
 
@@ -53,6 +54,8 @@ def moves() -> None:
     model.cuda().weight.data.add_(1)
     assert model.weight is weight and not torch.equal(saved["weight"], weight)
     assert torch.zeros(2, 4)[:, :3].pin_memory().to("cuda").is_contiguous()
+    in_worker = DataLoader([torch.zeros(1)], collate_fn=lambda samples: samples[0].is_cuda, num_workers=1)
+    assert list(in_worker) == [False]
 
 
 def factories() -> None:
@@ -140,9 +143,12 @@ def groups() -> None:
     gathered = [torch.zeros(1, device="cuda") for _ in range(2)]
     dist.all_gather(gathered, torch.tensor([rank + 1.0], device="cuda", requires_grad=True))
     assert gathered[1] == 2
+    whole = torch.zeros(4, device="cuda")  # NCCL counts elements only
+    dist.all_gather_into_tensor(output_tensor=whole, input_tensor=torch.full((1, 2), rank + 1.0, device="cuda"))
+    assert whole.tolist() == [1, 1, 2, 2]
     side = dist.new_group([0, 1], backend="nccl")
     shard = torch.zeros(1, device="cuda")
-    dist.reduce_scatter_tensor(shard, torch.tensor([1.0, 3.0], device="cuda"), op=dist.ReduceOp.AVG, group=side)
+    dist.reduce_scatter_tensor(shard, torch.tensor([[1.0], [3.0]], device="cuda"), op=dist.ReduceOp.AVG, group=side)
     assert shard == (1, 3)[rank]
     assert init_device_mesh("cuda", (2,)).size() == 2
 

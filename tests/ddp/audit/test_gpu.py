@@ -85,6 +85,14 @@ def test_the_audit_finds_a_bug_in_a_script_for_gpus(tmp_path: Path) -> None:
     assert "2 ranks on stand-in GPUs, " in done.stdout
 
 
+@pytest.mark.examples
+def test_dropout_of_nothing_draws_nothing_on_a_stand_in(tmp_path: Path) -> None:
+    """So the second run compares numbers."""
+    (tmp_path / "job.py").write_text(JOB.replace("nn.BatchNorm2d(4)", "nn.Dropout(0.0)"))
+    done = run_command("ddp.audit", "--", "job.py", "{run}/weights.pt", cwd=tmp_path)
+    assert "on 1 rank with the batches of 2: the same samples, and gradients within " in done.stdout
+
+
 BOTH_WAYS = """
 import sys
 import torch.distributed as dist

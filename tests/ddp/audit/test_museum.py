@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
 import pytest
 
 from ddp.audit.names import NAMED
-from ddp.museum.__main__ import FOLDER, exhibits, page
+from ddp.museum.__main__ import FOLDER, diff_of, docstring, exhibits
 from tests.ddp.audit.forked import judge
 from tests.support.launch import run_command
 
 MOST_LINES = 40
+THREAD = re.compile(r"([\w-]+/[\w.-]+)#(\d+)")
+
+
+def page() -> str:
+    """The README of the museum: of each exhibit the story, and what fixes it. ``python -m tests.ddp.audit.test_museum`` writes it."""
+    parts = [(FOLDER / "README.md").read_text().partition("\n## ")[0]]
+    for name, path in exhibits().items():
+        title, story = docstring(path)
+        linked = THREAD.sub(r"[\1#\2](https://github.com/\1/issues/\2)", story)
+        parts.append(f"## {title}\n\n[{name}]({path.relative_to(FOLDER)})\n{linked}\n\n```diff\n{diff_of(path)}\n```\n")
+    return "\n".join(parts)
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 puts other parentheses into the code of the diffs")
@@ -60,3 +72,7 @@ def test_the_audit_finds_the_bug_and_nothing_else(tmp_path: Path, name: str) -> 
     assert len(named) == 1
     assert [(finding.where, finding.name) for finding in findings] == named, findings
     assert judge(tmp_path, path, "--right") == []
+
+
+if __name__ == "__main__":
+    (FOLDER / "README.md").write_text(page())
