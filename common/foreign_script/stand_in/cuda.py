@@ -16,7 +16,7 @@ from . import randomness
 from .replacing import COUNT, replace
 
 NAME = "stand-in GPU"
-CAPABILITY = (8, 0)  # an A100's, whose 80 GiB it says that it has
+CAPABILITY = (8, 0)  # an A100's, whose 80 GiB it says that it has, and 108 multiprocessors
 MEMORY = 80 << 30
 
 _current = 0
@@ -56,8 +56,8 @@ class Stream:
     def __init__(self, device: Any = None, *args: Any, **kwargs: Any) -> None:
         self.device = torch.device("cuda", _index(device))
 
-    def record_event(self, event: Any = None) -> Event:
-        recorded: Event = event or Event()
+    def record_event(self, event: Any = None) -> Any:
+        recorded = event or Event()
         recorded.record()
         return recorded
 
@@ -90,19 +90,28 @@ class device:
     """A block with this current device."""
 
     def __init__(self, device: Any) -> None:
-        self.idx = self._own = _index(device)
+        self.idx = _index(device)
 
     def __enter__(self) -> None:
         self.prev_idx = _current
-        set_device(self._own)
+        set_device(self.idx)
 
     def __exit__(self, *error: object) -> None:
         set_device(self.prev_idx)
 
 
 def properties(device: Any = None) -> Any:
-    major, minor = CAPABILITY
-    return SimpleNamespace(name=NAME, major=major, minor=minor, total_memory=MEMORY, multi_processor_count=108)
+    return SimpleNamespace(
+        name=NAME,
+        major=8,
+        minor=0,
+        total_memory=MEMORY,
+        multi_processor_count=108,
+        uuid=device,
+        pci_domain_id=0,
+        pci_bus_id=0,
+        pci_device_id=0,
+    )
 
 
 _FUNCTIONS: dict[str, Any] = {

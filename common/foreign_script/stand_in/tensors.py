@@ -121,8 +121,8 @@ Tensor.is_cuda = property(  # type: ignore[assignment]
 
 
 @replace(Tensor, "get_device")
-def get_device(original: Any, self: Tensor) -> int:
-    return int(original(self)) if called_by_torch() else torch.cuda.current_device()
+def get_device(original: Any, self: Tensor) -> Any:
+    return original(self) if called_by_torch() else torch.cuda.current_device()
 
 
 @replace(torch.UntypedStorage, "cuda")

@@ -26,6 +26,7 @@ def devices() -> None:
     with torch.cuda.device(1 - rank):
         assert torch.cuda.current_device() == 1 - rank
     assert torch.cuda.current_device() == rank
+    assert len({torch.cuda.get_device_properties(device).uuid for device in range(2)}) == 2
     assert torch.accelerator.current_accelerator().type == "cuda"
     assert "needs a GPU" in error_of(torch.cuda.make_graphed_callables, nn.Linear(1, 1), ())
     assert "invalid device ordinal" in error_of(torch.cuda.set_device, 2)
