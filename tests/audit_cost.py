@@ -34,7 +34,7 @@ def seconds(command: tuple[str, ...]) -> float:
     """How long a command takes; one that fails ends the whole."""
     begun = time.perf_counter()
     done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode not in (0, 1):
+    if done.returncode not in ((0, 1) if "ddp.audit" in command else (0,)):
         raise SystemExit(f"{' '.join(command)}: exit status {done.returncode}\n{done.stdout}{done.stderr}")
     return time.perf_counter() - begun
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from common.errors import UsageError
 from common.foreign_script.run import LOCAL_RANK_VARIABLE, Outcome, run
+from common.signals.stop_request import stop_signals
 
 AGENTS = Path(__file__).parent / "agents.py"
 STAND_IN = Path(__file__).parent / "stand_in" / "__init__.py"
@@ -130,9 +131,10 @@ def run_ranks(
 
     A script that could start them itself, and then misses torchrun's variables, wants torchrun with these flags: it is run again.
     """
-    outcome = run(command(arguments, ranks, start, nodes), environment, timeout, notes, output)
-    if start == "auto" and starts_itself(arguments) and WANTS_TORCHRUN.search(outcome.traceback):
-        for note in notes.iterdir():
-            note.unlink()
-        outcome = run(command(arguments, ranks, "torchrun", nodes), environment, timeout, notes, output)
-    return outcome
+    with stop_signals():  # the ranks are in a session of their own, and end with this process
+        outcome = run(command(arguments, ranks, start, nodes), environment, timeout, notes, output)
+        if start == "auto" and starts_itself(arguments) and WANTS_TORCHRUN.search(outcome.traceback):
+            for note in notes.iterdir():
+                note.unlink()
+            outcome = run(command(arguments, ranks, "torchrun", nodes), environment, timeout, notes, output)
+        return outcome

@@ -10,7 +10,6 @@ from __future__ import annotations
 import atexit
 import os
 import signal
-import sys
 import types
 
 from common.signals import stop_request
@@ -33,13 +32,13 @@ def handle_signals(requeued: str | None = None) -> None:
 
 
 def begin() -> None:
-    """The imports are over. From now on something is open, which a stop signal must let be closed: processes, temporary folders. (A
-    command that is to be requeued hears the others until it has handlers of its own, so that its status is the same at any moment.)"""
+    """The imports are over: Python's defaults again. From now on something is open, which Ctrl-C must let be closed. (A command
+    that is to be requeued hears the others until it has handlers of its own, so that its status is the same at any moment.)"""
     for number in _handled:
         if number == signal.SIGINT:
             signal.signal(number, signal.default_int_handler)
         elif not is_requeued():
-            signal.signal(number, lambda number, _: sys.exit(128 + number))
+            signal.signal(number, signal.SIG_DFL)
 
 
 def leave_with(status: int) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from common.foreign_script.failure import short
 from dataloading.doctor.causes import Cause
-from dataloading.doctor.measured import LOADING, MATTERS, PRIVATE, Loader, mean, seconds_of
+from dataloading.doctor.measured import LOADING, PRIVATE, Loader, mean, seconds_of
 from dataloading.doctor.source import text_of
 
 MOST_LINES, LEAST_SHARE = 6, 0.03
@@ -48,12 +48,10 @@ def _matters(loader: Loader, trains: bool) -> Iterator[str]:
         yield f"  {rate:.1f} batches/s"
         return
     training, loading = batches / max(use_s, 1e-6), max(1, loader.facts["workers"]) / (sum(costs[:3]) or 1e-6)
-    why = (
-        ": its loop is a small part of all" if loader.share >= MATTERS else ": on a faster device, training would wait"
-    )
     yield (
         f"  does it matter: {'yes' if loader.matters else 'no'}: {loader.share:.0%} of the loop waits for batches, {rate:.1f}/s; alone, "
-        f"training at {training:.1f}/s, loading at most at {loading:.1f}/s{'' if loader.matters else why}"
+        f"training at {training:.1f}/s, loading at most at {loading:.1f}/s"
+        f"{'' if loader.matters else ': little time is lost; on a faster device, it may be more'}"
     )
 
 

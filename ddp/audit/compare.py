@@ -178,12 +178,12 @@ def _steps(
     for number, (mine, yours) in enumerate(zip(ours, theirs, strict=False)):
         at, event = f"step {mine[0].number}", mine[0].before
         samples, others = _counted(base, mine, rows_of), _counted(other, yours, rows_of)
-        numbers, other_numbers = _counted(base, mine, _numbers), _counted(other, yours, _numbers)
-        if samples != others and (is_asked or not numbers or numbers != other_numbers):
+        numbers = _counted(base, mine, _numbers)
+        if samples != others and (is_asked or not numbers or numbers != _counted(other, yours, _numbers)):
             if is_asked:
                 count = f"{others.total()}, of which {(others & samples).total()} are among the {samples.total()} of {_ranks(base)}"
                 return Verdict(f"{at} takes other samples: {count}", DIVIDE, event, samples=False)
-            if not (others <= samples or (numbers and other_numbers <= numbers)):
+            if not others <= samples:
                 return Verdict("the batches come in another order, so numbers are not compared", samples=None)
         if samples != others:
             unknown = unknown or "samples are augmented with random numbers, or padded"

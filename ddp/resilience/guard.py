@@ -169,7 +169,7 @@ class ResilientGuard(StepGuard):
                     f"{name} was frozen or unfrozen during training, which --strategy torch and fsdp2 do not see: do it when the "
                     "model is built, or use --strategy naive"
                 )
-                error.seen_by_all = True  # every rank raises it by itself, so none has to tell the others
+                error.seen_by_all = True  # each rank sees it by itself, so none has to tell the others
                 raise error
 
     def may_step(self, norm: Tensor | None, reports: Tensor) -> bool:

@@ -16,7 +16,7 @@ from . import randomness
 from .replacing import COUNT, replace
 
 NAME = "stand-in GPU"
-CAPABILITY = (8, 0)  # an A100's, whose 80 GiB it says that it has, and 108 multiprocessors
+CAPABILITY = (8, 0)  # an A100's, whose 80 GiB it says that it has
 MEMORY = 80 << 30
 
 _current = 0
@@ -103,11 +103,10 @@ class device:
 def properties(device: Any = None) -> Any:
     return SimpleNamespace(
         name=NAME,
-        major=8,
+        major=8,  # as in CAPABILITY
         minor=0,
         total_memory=MEMORY,
-        multi_processor_count=108,
-        uuid=device,
+        uuid=_index(device),
         pci_domain_id=0,
         pci_bus_id=0,
         pci_device_id=0,

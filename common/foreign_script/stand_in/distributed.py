@@ -72,7 +72,7 @@ def _tensors(given: dict[str, Any]) -> dict[str, Any]:
     """The arguments as gloo takes them. NCCL takes tensors that require gradients, and counts elements where gloo compares shapes."""
     tensors = {name: value.detach() for name, value in [*given.items()][:2] if isinstance(value, Tensor)}
     if len(tensors) > 1:
-        tensors = {name: value.reshape(-1) for name, value in tensors.items()}
+        tensors = {name: value.view(-1) for name, value in tensors.items()}
     return given | tensors
 
 
@@ -109,7 +109,7 @@ def reduce(original: Any, *args: Any, **kwargs: Any) -> Any:
     result = next(iter(given.values()))
     ranks = dist.get_world_size(given.get("group"))
     work = original(**given | {"op": dist.ReduceOp.SUM})
-    if given.get("async_op"):
+    if work is not None and given.get("async_op"):
         return _Divided(work, result, ranks)
     _divide(result, ranks)
     return work

@@ -103,7 +103,11 @@ def _held(dataset: Any) -> Iterator[tuple[Any, str, Any]]:
         for name, value in getattr(one, "__dict__", {}).items():
             yield one, name, value
             inner = value if isinstance(value, (list, tuple)) and len(value) < 100 else [value]
-            todo += [part for part in inner if isinstance(part, data.Dataset) or _place(part)[0]]
+            todo += [
+                part
+                for part in inner
+                if isinstance(part, data.Dataset) or (_place(part)[0] and not inspect.ismodule(part))
+            ]
         for name in ("__getitem__", "__getitems__", "__iter__"):
             method = getattr(type(one), name, None)
             for used in getattr(getattr(method, "__code__", None), "co_names", ()):

@@ -34,6 +34,7 @@ def detect(trace: Trace) -> Findings:
             latest = event
         elif isinstance(latest, Batch) and latest.iterator in first.training_iterators:
             continue  # a part of a training step, such as a teacher's pass
+        # (A pass before the first batch, such as one that counts FLOPs, evaluates nothing.)
         elif event.training and event.random and (latest or not first.training_iterators):
             yield Finding(
                 "evaluates-in-training-mode",

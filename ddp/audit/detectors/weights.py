@@ -23,18 +23,17 @@ SLIGHT = 0.05  # weights that differ by less, as with a few ignored labels, are 
 def detect(trace: Trace) -> Findings:
     short = list(_short_windows(trace))
     found = [finding for steps in trace.steps() for finding in _of_step(steps)]
-    found.sort(key=attrgetter("is_hint"))  # the first at a line stays: a slight one hides no other
-    for finding in found:
-        if not (short and finding.name == "loss-divided-by-ranks"):  # a short window may be 1 / ranks long
-            yield finding
-    yield from short
+    if short:  # one may be 1 / ranks long
+        found = short + [finding for finding in found if finding.name != "loss-divided-by-ranks"]
+    yield from sorted(found, key=attrgetter("is_hint"))  # the first at a line stays: a slight one hides no other
 
 
 def _short_windows(trace: Trace) -> Findings:
     """Steps of fewer micro-batches than others, such as an epoch's last, whose weights sum to that part of 1."""
     windows: list[tuple[int, float, Backward]] = []
     for steps in trace.steps():
-        if losses := [loss for rank, step in enumerate(steps) for loss in _losses(rank, step)]:
+        losses = [loss for rank, step in enumerate(steps) for loss in _losses(rank, step)]
+        if losses and steps[0].passes:
             total = sum(loss.weight * loss.terms for loss in losses) / len(steps)
             windows.append((len(steps[0].passes), total, steps[0].passes[-1]))
     most = max((count for count, _, _ in windows), default=0)

@@ -6,7 +6,7 @@ import pickle
 import random
 import zlib
 from collections import Counter
-from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,8 +19,8 @@ from .tensors import checksum
 
 MOST_DRAWS = 8  # that are written down for a step
 _draws = Counter[int]()  # by step
-_states = Counter[Callable[[], torch.Tensor]]()  # checksums of torch's generators when they were looked at
-_changes = 0  # how often one of them was another one
+_states = dict[Any, int]()  # as they were when they were looked at
+_changes = 0  # how often they were found to be others
 
 
 @watch(np.random, "seed")
@@ -35,28 +35,27 @@ def of_main_process() -> list[int]:
     return [zlib.crc32(pickle.dumps(state)) for state in (np.random.mtrand._rand, random._inst)]
 
 
-def _generators() -> list[Callable[[], torch.Tensor]]:
-    """Functions that give the states of torch's generators. The last is that from which a module draws."""
-    return [torch.get_rng_state] + [torch.cuda.get_rng_state] * torch.cuda.is_available()
+def _look() -> dict[Any, int]:
+    """Checksums of torch's generators, by the functions that give their states. (Within a module, a stand-in gives its own as both.)"""
+    states = [torch.get_rng_state] + [torch.cuda.get_rng_state] * torch.cuda.is_initialized()
+    return {state: checksum(state()) for state in states}
 
 
 def draws() -> int:
     """How often a generator was found changed, but for dropout with a probability of 0, which draws all the same."""
     global _changes
-    for generator in _generators():
-        state = checksum(generator())
-        _changes += state != _states[generator]
-        _states[generator] = state
+    now = _look()
+    _changes += now != _states
+    _states.update(now)
     return _changes
 
 
 @watch(F, "dropout")
 def dropout(call: Call) -> Look:
-    generator = _generators()[-1]
-    before = checksum(generator())
+    before = _look()
     yield
-    if call.get("p") == 0 and _states[generator] == before:
-        _states[generator] = checksum(generator())
+    if call.get("p") == 0:
+        _states.update({of: state for of, state in _look().items() if before.get(of) == _states.get(of)})
 
 
 @watch(torch, "rand", "randn", "randint", "rand_like", "randn_like", "randint_like", "normal", "bernoulli")

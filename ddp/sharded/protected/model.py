@@ -201,7 +201,7 @@ class ProtectedZeRO1(ZeRO1):
         :raises RuntimeError: on every rank, if the ranks have not gathered the same units in the same order
         """
         gradients = [one.grad for one in self.parameters() if one.grad is not None and one.numel()]
-        # The usual norm takes a sixteenth of the time of the largest absolute value, but its squares overflow: 1e20 squared is inf.
+        # On CPUs the usual norm is much faster than the largest absolute value. But its squares overflow: 1e20 squared is inf.
         norms = (torch.nn.utils.get_total_norm(gradients, order) for order in (2.0, torch.inf))
         finite = any(norm.isfinite() for norm in norms)
         used = [one for flat in self.flats for one in flat.used]
