@@ -12,6 +12,7 @@ from pathlib import Path
 
 from common.errors import UsageError
 from common.foreign_script.run import LOCAL_RANK_VARIABLE, Outcome, run
+from common.signals import early_signals
 from common.signals.stop_request import stop_signals
 
 AGENTS = Path(__file__).parent / "agents.py"
@@ -131,7 +132,8 @@ def run_ranks(
 
     A script that could start them itself, and then misses torchrun's variables, wants torchrun with these flags: it is run again.
     """
-    with stop_signals():  # the ranks are in a session of their own, and end with this process
+    # A command ends its ranks, which are in a session of their own. Another program handles signals by itself.
+    with stop_signals() if early_signals.handled else contextlib.nullcontext():
         outcome = run(command(arguments, ranks, start, nodes), environment, timeout, notes, output)
         if start == "auto" and starts_itself(arguments) and WANTS_TORCHRUN.search(outcome.traceback):
             for note in notes.iterdir():

@@ -16,7 +16,7 @@ from common.signals import stop_request
 from common.signals.stop_request import SIGNALS, exit_status, is_requeued
 
 # The signals that are handled here; none in a process that was not started as a command.
-_handled: list[signal.Signals] = []
+handled: list[signal.Signals] = []
 _status: int | None = None  # of a command that has ended
 
 
@@ -26,15 +26,15 @@ def handle_signals(requeued: str | None = None) -> None:
     :param requeued: the module that a scheduler starts again after a signal
     """
     stop_request.requeued_command = requeued
-    _handled.extend(number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN)
-    for number in _handled:
+    handled.extend(number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN)
+    for number in handled:
         signal.signal(number, _end)
 
 
 def begin() -> None:
     """The imports are over: Python's defaults again. From now on something is open, which Ctrl-C must let be closed. (A command
     that is to be requeued hears the others until it has handlers of its own, so that its status is the same at any moment.)"""
-    for number in _handled:
+    for number in handled:
         if number == signal.SIGINT:
             signal.signal(number, signal.default_int_handler)
         elif not is_requeued():
@@ -45,19 +45,19 @@ def leave_with(status: int) -> None:
     """The command has ended with this status. A stop signal that comes now changes nothing, and ends the process silently. (In a
     process that is no command, as when its functions are called by another program, nothing is done.)"""
     global _status
-    if not _handled:
+    if not handled:
         return
     if _status is None:
         atexit.register(_ignore)
     _status = status
-    for number in _handled:
+    for number in handled:
         signal.signal(number, _end)
 
 
 def _ignore() -> None:
     """While Python shuts down it sets handlers back to the default, by which a signal would change the status; but it leaves
     signals that are ignored."""
-    for number in _handled:
+    for number in handled:
         signal.signal(number, signal.SIG_IGN)
 
 

@@ -101,11 +101,13 @@ class device:
 
 
 def properties(device: Any = None) -> Any:
+    major, minor = CAPABILITY
     return SimpleNamespace(
         name=NAME,
-        major=8,  # as in CAPABILITY
-        minor=0,
+        major=major,
+        minor=minor,
         total_memory=MEMORY,
+        multi_processor_count=108,
         uuid=_index(device),
         pci_domain_id=0,
         pci_bus_id=0,

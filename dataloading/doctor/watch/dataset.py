@@ -17,8 +17,17 @@ from .settings import start_method
 
 MANY = 20_000  # objects whose reference counts fill many pages
 HANDLE_MODULES = (
-    *("zipfile", "tarfile", "h5py", "netCDF4", "lmdb", "sqlite3"),
-    *("psycopg2", "pymysql", "redis", "pymongo", "socket"),
+    "zipfile",
+    "tarfile",
+    "h5py",
+    "netCDF4",
+    "lmdb",
+    "sqlite3",
+    "psycopg2",
+    "pymysql",
+    "redis",
+    "pymongo",
+    "socket",
 )
 
 
@@ -71,8 +80,9 @@ def _is_handle(value: Any) -> bool:
         except Exception:  # a file in memory, or of whatever kind the script makes
             return False
     kind = type(value)
-    is_lmdb_s = kind is getattr(sys.modules.get("lmdb"), kind.__name__, None)  # which says that it is a builtin
-    return is_lmdb_s or kind.__module__.partition(".")[0].lstrip("_") in HANDLE_MODULES
+    if kind is getattr(sys.modules.get("lmdb"), kind.__name__, None):  # lmdb says that its types are builtins
+        return True
+    return kind.__module__.partition(".")[0].lstrip("_") in HANDLE_MODULES
 
 
 def _place(owner: Any) -> tuple[str, str]:

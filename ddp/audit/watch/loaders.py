@@ -67,9 +67,8 @@ def _batch_size(loader: Any) -> int | None:
     """The samples of a batch; None if the script gave a batch sampler of its own, or a data set that makes batches."""
     batches = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
     batches = getattr(batches, "batch_sampler", batches)  # a library's, around torch's
-    return (
-        batches.batch_size if type(batches) is data.BatchSampler else loader.batch_size
-    )  # the caller's, if there is one
+    # Around that of torch there may be a sampler of the script's own. Then the loader has the size that it was made with.
+    return batches.batch_size if type(batches) is data.BatchSampler else loader.batch_size
 
 
 @watch(_BaseDataLoaderIter, "_next_index")

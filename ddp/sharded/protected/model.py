@@ -202,8 +202,7 @@ class ProtectedZeRO1(ZeRO1):
         """
         gradients = [one.grad for one in self.parameters() if one.grad is not None and one.numel()]
         # On CPUs the usual norm is much faster than the largest absolute value. But its squares overflow: 1e20 squared is inf.
-        norms = (torch.nn.utils.get_total_norm(gradients, order) for order in (2.0, torch.inf))
-        finite = any(norm.isfinite() for norm in norms)
+        finite = any(torch.nn.utils.get_total_norm(gradients, order).isfinite() for order in (2.0, torch.inf))
         used = [one for flat in self.flats for one in flat.used]
         # A row per rank: finite; for each parameter, used; the checksum's four bytes.
         own = torch.tensor(
