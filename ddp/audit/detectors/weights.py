@@ -69,9 +69,8 @@ def _losses(rank: int, step: Step) -> list[_Loss]:
 
 def _of_step(steps: list[Step]) -> Findings:
     ranks, passes = len(steps), 1
-    by_turn: dict[
-        tuple[str, int], list[_Loss]
-    ] = {}  # for each call in the script, and its turn in a loop within a pass
+    # For each call in the script, and its turn in a loop within a pass, such as over the layers of a network.
+    by_turn: dict[tuple[str, int], list[_Loss]] = {}
     for rank, step in enumerate(steps):
         by_call: dict[str, list[_Loss]] = {}
         for loss in _losses(rank, step):
@@ -81,7 +80,7 @@ def _of_step(steps: list[Step]) -> Findings:
             turns = len(own) // (len(step.passes) or 1) or 1
             for turn in range(turns):
                 by_turn.setdefault((call, turn), []).extend(own[turn::turns])
-    totals: list[_Loss] = []  # a loss of each
+    totals: list[_Loss] = []  # one loss of each
     for losses in by_turn.values():
         if not all(0 < loss.weight < math.inf for loss in losses):
             return
